@@ -1,0 +1,156 @@
+"""The Celery app and the Redis client: how processes of the fleet talk.
+
+Owns: `make_app`, task names, queues, Celery's settings with the reason for each, and Redis URLs.
+Must not know: what the tasks do (`workers.tasks`), what a batch is.
+On failure: `reachable` turns a broker that does not answer into `BrokerUnavailableError`, which names the address
+without its password and both ways out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import parse_qs, quote, urlsplit, urlunsplit
+
+import redis
+from celery import Celery
+from kombu import Queue
+from redis.backoff import ExponentialBackoff
+from redis.retry import Retry
+
+from common.errors import BrokerUnavailableError, UsageError
+from common.settings import AGGREGATE_QUEUE, GPU_QUEUE
+
+RUN_REQUEST = "fleet.run_request"
+SEAL_SHARD = "fleet.seal_shard"
+ASSEMBLE_BATCH = "fleet.assemble_batch"
+FEED = "fleet.feed"
+
+#: What a delivery returns to its chord. The chord only counts; results are in the ledger.
+RECEIPT = 1
+
+#: Seconds after which kombu hands out a message again whose worker is silent. It is kombu's own default: a shorter
+#: one would hand out requests that merely take long, because nothing renews a delivery yet.
+VISIBILITY_TIMEOUT_S = 3600
+
+_SOCKET_SCHEME = "redis+socket"
+#: redis-py's connections over Unix sockets do not know these.
+_TCP_OPTIONS: dict[str, Any] = {"socket_keepalive": True, "socket_connect_timeout": 5}
+
+
+def make_app(broker_url: str, *, request_queue: str = GPU_QUEUE) -> Celery:
+    """The Celery app of the fleet, the same for producer, workers, aggregator and Flower.
+
+    Celery 5.7 and kombu 5.7 are pinned: the chord of 5.7 counts a task that ran twice once, older ones do not.
+    """
+    checked_url(broker_url)
+    app = Celery("fleet", broker=broker_url, backend=broker_url, set_as_current=False)
+    app.conf.update(
+        # A message lives until its row is recorded.
+        task_acks_late=True,
+        task_acks_on_failure_or_timeout=True,
+        worker_prefetch_multiplier=1,
+        # Results never travel through Celery; receipts go to the chord all the same.
+        task_ignore_result=True,
+        # JSON only. Nobody who can write to Redis may run code in a worker.
+        task_serializer="json",
+        result_serializer="json",
+        accept_content=["json"],
+        result_accept_content=["json"],
+        # Events cost 0.15 ms of CPU a request; `-E` turns them on for Flower.
+        task_send_sent_event=False,
+        worker_send_task_events=False,
+        # A lost connection is no reason to cancel what the engine is doing.
+        worker_cancel_long_running_tasks_on_connection_loss=False,
+        broker_connection_retry_on_startup=True,
+        # Celery's redirection would wrap vLLM's log lines and lose their level.
+        worker_redirect_stdouts=False,
+        worker_hijack_root_logger=False,
+        # A batch may stand still for days; each finished part refreshes its chord.
+        result_chord_expires=7 * 86400,
+        # The claim on firing the body is twice this; it must stay below the visibility timeout.
+        result_chord_join_timeout=3.0,
+        # Receipts are constants: their order is not worth 100 bytes each.
+        result_backend_transport_options={"result_chord_ordered": False},
+        task_default_queue=request_queue,
+        task_create_missing_queues=True,
+        task_queues=[Queue(request_queue), Queue(AGGREGATE_QUEUE)],
+        task_routes={
+            SEAL_SHARD: {"queue": AGGREGATE_QUEUE},
+            ASSEMBLE_BATCH: {"queue": AGGREGATE_QUEUE},
+            FEED: {"queue": AGGREGATE_QUEUE},
+        },
+        # No retry option here: any of them turns kombu's batch publishing off.
+        broker_transport_options={
+            "visibility_timeout": VISIBILITY_TIMEOUT_S,
+            "unacked_restore_interval": 5,
+            "unacked_restore_throttle": 1,
+            "unacked_mutex_expire": 30,
+            "max_connections": 64,
+            "socket_timeout": 30,
+            "health_check_interval": 25,
+            # The body is ASCII JSON already: no base64 around it.
+            "body_encoding": "utf-8",
+            **({} if broker_url.startswith(_SOCKET_SCHEME) else _TCP_OPTIONS),
+        },
+        worker_pool="workers.pool:TaskPool",
+    )
+    return app
+
+
+def redis_client(broker_url: str, *, tries: int = 3) -> redis.Redis:
+    """A client for the fleet's own keys in the broker's database. Calls are tried `tries` times with backoff."""
+    checked_url(broker_url)
+    retry = Retry(ExponentialBackoff(cap=1.0, base=0.05), tries)
+    errors: list[type[Exception]] = [redis.ConnectionError, redis.TimeoutError]
+    tcp_only = {} if broker_url.startswith(_SOCKET_SCHEME) else _TCP_OPTIONS
+    return redis.Redis.from_url(
+        _redis_py_url(broker_url),
+        retry=retry,
+        retry_on_error=errors,
+        socket_timeout=30,
+        health_check_interval=25,
+        **tcp_only,
+    )
+
+
+def checked_url(broker_url: str) -> str:
+    """The URL, if the fleet can use it. Raises `UsageError`."""
+    scheme = urlsplit(broker_url).scheme
+    if scheme not in ("redis", "rediss", _SOCKET_SCHEME):
+        raise UsageError(
+            f"FLEET_BROKER_URL has the scheme {scheme!r}; it must be redis://, rediss:// or redis+socket://"
+        )
+    return broker_url
+
+
+def socket_url(path: str) -> str:
+    """The broker URL of a server that listens on a Unix socket only."""
+    return f"{_SOCKET_SCHEME}://{quote(path)}?virtual_host=0"
+
+
+def _redis_py_url(broker_url: str) -> str:
+    """redis-py calls a socket `unix://path?db=0` where Celery says `redis+socket://path?virtual_host=0`."""
+    parts = urlsplit(broker_url)
+    if parts.scheme != _SOCKET_SCHEME:
+        return broker_url
+    database = parse_qs(parts.query).get("virtual_host", ["0"])[0].strip("/")
+    return f"unix://{parts.netloc}{parts.path}?db={database}"
+
+
+def without_password(broker_url: str) -> str:
+    """The URL for people: no user, no password, no options."""
+    parts = urlsplit(broker_url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def reachable(client: redis.Redis, broker_url: str) -> None:
+    """Return when the broker answers. Raises `BrokerUnavailableError`, or `UsageError` for a refused password."""
+    try:
+        client.ping()
+    except redis.AuthenticationError as exc:
+        raise UsageError(f"the broker at {without_password(broker_url)} refuses the user or password") from exc
+    except redis.RedisError as exc:
+        raise BrokerUnavailableError(
+            f"no broker at {without_password(broker_url)} (FLEET_BROKER_URL): "
+            "start one there, for example with `redis-server`, or run everything on this machine with --local"
+        ) from exc

@@ -1,0 +1,212 @@
+"""Publishing: one shard as a Celery chord, and the feed that keeps the window full.
+
+Owns: task ids, message arguments, the order of publishing, pacing.
+Must not know: who calls it; the producer feeds first, the aggregator feeds on.
+On failure: a shard whose publishing broke off is not published again here. Its frontier is past it, the ids that went
+out are deterministic, and what is missing is for the watchdog (plain tasks with fresh ids) to publish.
+
+    frontier ─▶ shard s: claimed (compare-and-set, one feeder wins) ─▶ chord size set ─▶ n messages ─▶ next shard
+
+Rules that Celery 5.7 imposes (celery/backends/redis.py):
+- The chord's size is set once, *before* the first message: set after the last part returned it would never fire, and
+  setting it again would forget that the body was fired.
+- Ids derive from batch, run, shard and index, so that a message that was sent twice counts once.
+- Messages are sent by hand in `Producer.batch()`: `chord(generator)` keeps every signature and subscribes a channel
+  for every request.
+- The body's signature rides on every message, so it carries two numbers and an id.
+- `ignore_result` on every message: without it the client subscribes to a result per request.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from common import broker, layout
+from common.settings import AGGREGATE_QUEUE
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from celery import Celery
+
+    from common.batch import Manifest, Shard
+    from common.ledger import Ledger
+    from common.store import ObjectStore
+
+#: Messages of one pipeline to Redis.
+PUBLISH_BATCH = 500
+
+#: A run asks for a feed after this share of the window was finished.
+FEEDS_PER_WINDOW = 16
+
+
+def feed_step(window: int) -> int:
+    """After how many finished requests a worker asks for a feed."""
+    return max(1, window // FEEDS_PER_WINDOW)
+
+
+class Feeder:
+    """Publishes the shards of one run, as the window allows. Calling `feed` too often is harmless."""
+
+    def __init__(
+        self,
+        app: Celery,
+        ledger: Ledger,
+        store: ObjectStore,
+        manifest: Manifest,
+        *,
+        run: int = 1,
+        window: int,
+        queue: str,
+    ) -> None:
+        self._app = app
+        self._ledger = ledger
+        self._store = store
+        self._manifest = manifest
+        self._run = run
+        self._window = window
+        self._queue = queue
+        self._shards = manifest.shards()
+
+    def feed(self) -> int:
+        """Publish shards until `window` requests are published and not finished; returns how many shards.
+
+        Unfinished requests count, not open shards: one straggler keeps its shard open and must not starve engines.
+        """
+        published = 0
+        while (shard := self._next()) is not None:
+            if not self._ledger.claim_shard(self._manifest.batch_id, self._run, shard.number):
+                continue  # another feeder took it
+            if self._ledger.is_sealed(self._manifest.batch_id, self._run, shard.number):
+                continue  # done before Redis lost the run, and known from its part
+            publish_shard(self._app, self._store, self._manifest, shard, run=self._run, queue=self._queue)
+            published += 1
+        return published
+
+    def _next(self) -> Shard | None:
+        progress = self._ledger.progress(self._manifest.batch_id, self._run)
+        if progress is None or progress.closed or progress.frontier >= len(self._shards):
+            return None
+        shard = self._shards[progress.frontier]
+        # `first` requests lie before the frontier, so so many were published.
+        return shard if shard.first - progress.finished < self._window else None
+
+
+def publish_shard(
+    app: Celery, store: ObjectStore, manifest: Manifest, shard: Shard, *, run: int = 1, queue: str
+) -> None:
+    """Send a shard's chord: its requests in order, and `seal_shard` when all of them returned their receipt.
+
+    Raises kombu's `OperationalError` when the broker is away; messages that were flushed before stay.
+    """
+    batch_id = manifest.batch_id
+    group_id = _derived_id(batch_id, run, shard.number)
+    body = app.signature(
+        broker.SEAL_SHARD,
+        kwargs={"batch_id": batch_id, "run": run, "shard": shard.number},
+        options={
+            "task_id": _derived_id(batch_id, run, shard.number, "seal"),
+            "queue": AGGREGATE_QUEUE,
+            "argsrepr": "-",
+            "kwargsrepr": f"{batch_id}/{run}/{shard.number}",
+        },
+    )
+    app.backend.set_chord_size(group_id, shard.count)
+    with app.producer_pool.acquire(block=True) as producer, producer.batch(max_size=PUBLISH_BATCH):
+        for position, line in enumerate(_lines(store, layout.shard_input(batch_id, run, shard.number))):
+            index = shard.first + position
+            _send_request(
+                app,
+                producer,
+                batch_id,
+                run,
+                shard,
+                index,
+                line,
+                queue=queue,
+                task_id=_derived_id(batch_id, run, shard.number, index),
+                group_id=group_id,
+                group_index=position,
+                chord=body,
+            )
+
+
+def republish(
+    app: Celery,
+    store: ObjectStore,
+    manifest: Manifest,
+    shard: Shard,
+    indexes: Collection[int],
+    *,
+    run: int = 1,
+    queue: str,
+) -> None:
+    """Send requests of a shard again, as plain tasks with fresh ids and no chord.
+
+    Celery's chord keeps done marks and sizes that would swallow a second publishing. Whoever records the shard's last
+    row sends `seal_shard`; with no index missing it is sent at once.
+    """
+    if not indexes:
+        send(app, broker.SEAL_SHARD, batch_id=manifest.batch_id, run=run, shard=shard.number)
+        return
+    with app.producer_pool.acquire(block=True) as producer, producer.batch(max_size=PUBLISH_BATCH):
+        for position, line in enumerate(_lines(store, layout.shard_input(manifest.batch_id, run, shard.number))):
+            index = shard.first + position
+            if index in indexes:
+                _send_request(app, producer, manifest.batch_id, run, shard, index, line, queue=queue)
+
+
+def _send_request(
+    app: Celery,
+    producer: Any,
+    batch_id: str,
+    run: int,
+    shard: Shard,
+    index: int,
+    line: str,
+    *,
+    queue: str,
+    **options: object,
+) -> None:
+    app.send_task(
+        broker.RUN_REQUEST,
+        kwargs={
+            "batch_id": batch_id,
+            "run": run,
+            "shard": shard.number,
+            "index": index,
+            "count": shard.count,
+            "line": line,
+        },
+        producer=producer,
+        queue=queue,
+        ignore_result=True,
+        retry=False,
+        # Celery would put the prompt here, for Flower and the logs to show.
+        argsrepr="-",
+        kwargsrepr=f"{batch_id}/{run}/{shard.number}/{index}",
+        **options,
+    )
+
+
+def _lines(store: ObjectStore, name: str) -> Iterator[str]:
+    with store.open(name) as file:
+        for raw in file:
+            yield raw.rstrip(b"\n").decode("utf-8")
+
+
+def _derived_id(*parts: object) -> str:
+    return str(uuid.uuid5(uuid.NAMESPACE_OID, ":".join(map(str, parts))))
+
+
+def send(app: Celery, task: str, **kwargs: object) -> None:
+    """Send one of the aggregator's tasks; `kwargs` are ids and numbers only."""
+    app.send_task(
+        task,
+        kwargs=kwargs,
+        queue=AGGREGATE_QUEUE,
+        ignore_result=True,
+        argsrepr="-",
+        kwargsrepr="/".join(map(str, kwargs.values())),
+    )

@@ -1,0 +1,52 @@
+"""Every Redis key of the fleet, in one table. Celery's and kombu's own keys are theirs.
+
+    key                                type    holds
+    fleet:<batch>:<run>:head           hash    the run in flight: total, shards, frontier, step, finished, failed,
+                                               prompt_tokens, completion_tokens, closed. Written first by `restore`,
+                                               from the store; a script that finds none writes nothing.
+    fleet:<batch>:<run>:sealed         set     numbers of the shards whose part exists
+    fleet:<batch>:<run>:rows:<shard>   hash    index -> result row, of a shard that is not sealed yet
+    fleet:<batch>:<run>:marks:<shard>  hash    index -> "worker/delivery" that is running it
+    fleet:<batch>:<run>:calls:<shard>  hash    index -> engine calls so far, across the fleet
+    fleet:worker:<worker>              string  JSON heartbeat of a live worker, with a TTL
+    fleet:workers                      zset    worker -> time of its last heartbeat, with a TTL
+
+Keys of a closed batch have a TTL (`CLOSED_TTL_S`); keys of an open one never do.
+"""
+
+from __future__ import annotations
+
+#: Seconds for which a closed batch's small keys stay, so that late deliveries learn that it is closed.
+CLOSED_TTL_S = 24 * 3600
+
+WORKERS = "fleet:workers"
+
+
+def head(batch_id: str, run: int) -> str:
+    """Hash: the run in flight."""
+    return f"fleet:{batch_id}:{run}:head"
+
+
+def sealed(batch_id: str, run: int) -> str:
+    """Set: numbers of the sealed shards."""
+    return f"fleet:{batch_id}:{run}:sealed"
+
+
+def rows(batch_id: str, run: int, shard: int) -> str:
+    """Hash: index -> result row."""
+    return f"fleet:{batch_id}:{run}:rows:{shard}"
+
+
+def marks(batch_id: str, run: int, shard: int) -> str:
+    """Hash: index -> who is running it."""
+    return f"fleet:{batch_id}:{run}:marks:{shard}"
+
+
+def calls(batch_id: str, run: int, shard: int) -> str:
+    """Hash: index -> engine calls so far."""
+    return f"fleet:{batch_id}:{run}:calls:{shard}"
+
+
+def worker(worker_id: str) -> str:
+    """String: a worker's heartbeat."""
+    return f"fleet:worker:{worker_id}"

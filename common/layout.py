@@ -1,0 +1,73 @@
+"""Names inside a batch directory. Every name of an object in the store is made here and nowhere else.
+
+    batches/<batch_id>/manifest.json              what the batch is; written last at submit, never changed
+    batches/<batch_id>/runs/<run>/input/00000.jsonl   the lines of a shard, as the user wrote them
+    batches/<batch_id>/runs/<run>/parts/00000.jsonl   its sealed rows; created once, the first one wins
+    batches/<batch_id>/runs/<run>/end.json        how the run ended; created once, the first one wins
+    batches/<batch_id>/output.jsonl               all rows, in the input's order
+    batches/<batch_id>/errors.jsonl               the failed ones among them
+    digests/<digest>                              id of the newest batch of this digest: the same submit attaches to it
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+
+from common.errors import UsageError
+
+BATCHES = "batches"
+
+_BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
+
+
+def new_batch_id() -> str:
+    """A fresh batch id."""
+    return f"batch_{uuid.uuid4().hex[:24]}"
+
+
+def checked_batch_id(text: str) -> str:
+    """`text`, if it is a batch id; ids from people become names of objects, so nothing else may pass."""
+    if _BATCH_ID.fullmatch(text) is None:
+        raise UsageError(f"{text!r} is not a batch id; `producer list` shows them")
+    return text
+
+
+def manifest(batch_id: str) -> str:
+    """The batch's manifest."""
+    return f"{BATCHES}/{batch_id}/manifest.json"
+
+
+def shard_input(batch_id: str, run: int, shard: int) -> str:
+    """The input lines of a shard."""
+    return f"{BATCHES}/{batch_id}/runs/{run}/input/{shard:05d}.jsonl"
+
+
+def parts(batch_id: str, run: int) -> str:
+    """The folder of a run's parts."""
+    return f"{BATCHES}/{batch_id}/runs/{run}/parts"
+
+
+def part(batch_id: str, run: int, shard: int) -> str:
+    """The sealed rows of a shard."""
+    return f"{parts(batch_id, run)}/{shard:05d}.jsonl"
+
+
+def end(batch_id: str, run: int) -> str:
+    """The end of a run."""
+    return f"{BATCHES}/{batch_id}/runs/{run}/end.json"
+
+
+def output(batch_id: str) -> str:
+    """The assembled output."""
+    return f"{BATCHES}/{batch_id}/output.jsonl"
+
+
+def errors(batch_id: str) -> str:
+    """The failed rows of the output."""
+    return f"{BATCHES}/{batch_id}/errors.jsonl"
+
+
+def pointer(digest: str) -> str:
+    """The pointer from a digest to its newest batch."""
+    return f"digests/{digest}"

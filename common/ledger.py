@@ -1,0 +1,392 @@
+"""The ledger: the Redis record of a run in flight.
+
+Owns: result rows by index (the first one wins), running marks, engine calls, progress counters, the frontier of
+published shards, and the workers' heartbeats. `common.keys` has the table of keys.
+Must not know: Celery, stores, engines.
+On failure: every method raises redis-py's own errors; nothing here retries. A run without a head is *unknown*
+(`restore` was not called, or Redis lost it): scripts then write nothing, and the caller keeps what it has.
+
+A request's index in the ledger:
+
+    (nothing) ──begin──▶ marked ──record──▶ recorded ──seal_shard──▶ in the part, dropped here
+                            │ record of somebody else's row: the second row is dropped
+    begin on a recorded index, a sealed shard or a closed run: DONE, no engine call
+
+Every step is one Lua script, so a crash leaves the state before or after it, never between.
+Counters serve pacing and progress; what a batch finally holds is counted from its parts.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import redis
+from redis.exceptions import NoScriptError
+
+from common import keys
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+#: Rows that are read in one slice while a shard is sealed.
+SLICE = 500
+
+
+class Verdict(Enum):
+    """What `begin` and `record` answer."""
+
+    #: No head: Redis does not know the run. Nothing was written.
+    UNKNOWN = "unknown"
+    #: `begin`: recorded, sealed or closed; answer with the receipt. `record`: somebody was first; the row is dropped.
+    DONE = "done"
+    #: `begin`: marked, run it. `record`: the row is now *the* row.
+    OURS = "ours"
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """Answer to `begin`. `calls` counts earlier engine calls of this request."""
+
+    verdict: Verdict
+    calls: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Answer to `record`. `full`: every row of the shard is there. `feed`: the window wants more shards."""
+
+    verdict: Verdict
+    full: bool = False
+    feed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a request's row belongs. `index` counts the batch's requests from 0."""
+
+    batch_id: str
+    run: int
+    shard: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row to record. `shard_count` is the number of requests of its shard."""
+
+    at: Address
+    row: bytes
+    failed: bool
+    prompt_tokens: int
+    completion_tokens: int
+    shard_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A run in flight. `frontier` is the number of the next shard to publish, `finished` counts recorded rows."""
+
+    total: int
+    shards: int
+    frontier: int
+    finished: int
+    failed: int
+    prompt_tokens: int
+    completion_tokens: int
+    closed: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerBeat:
+    """A worker's heartbeat. `state` is "loading" or "ready", `inflight` its capacity in requests."""
+
+    worker_id: str
+    state: str
+    engine: str
+    models: tuple[str, ...]
+    queue: str
+    inflight: int
+
+
+_BEGIN = """
+local head, sealed, rows, marks, calls = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local shard, index, mark = ARGV[1], ARGV[2], ARGV[3]
+local closed = redis.call('HGET', head, 'closed')
+if not closed then return {'unknown', 0} end
+if closed ~= '' or redis.call('SISMEMBER', sealed, shard) == 1 or redis.call('HEXISTS', rows, index) == 1 then
+    return {'done', 0}
+end
+redis.call('HSET', marks, index, mark)
+return {'ours', redis.call('HINCRBY', calls, index, 1) - 1}
+"""
+
+_RECORD = """
+local head, sealed, rows, marks = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local shard, index, row, failed = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
+local prompt_tokens, completion_tokens, count = ARGV[5], ARGV[6], tonumber(ARGV[7])
+local run = redis.call('HMGET', head, 'closed', 'frontier', 'shards', 'step')
+if not run[1] then return {'unknown', 0, 0} end
+if run[1] ~= '' or redis.call('SISMEMBER', sealed, shard) == 1 then return {'done', 0, 0} end
+if redis.call('HSETNX', rows, index, row) == 0 then
+    return {'done', redis.call('HLEN', rows) == count and 1 or 0, 0}
+end
+redis.call('HDEL', marks, index)
+local finished = redis.call('HINCRBY', head, 'finished', 1)
+if failed == 1 then redis.call('HINCRBY', head, 'failed', 1) end
+if prompt_tokens ~= '0' then redis.call('HINCRBY', head, 'prompt_tokens', prompt_tokens) end
+if completion_tokens ~= '0' then redis.call('HINCRBY', head, 'completion_tokens', completion_tokens) end
+local full, feed = 0, 0
+if redis.call('HLEN', rows) == count then full = 1 end
+if tonumber(run[2]) < tonumber(run[3]) and finished % tonumber(run[4]) == 0 then feed = 1 end
+return {'ours', full, feed}
+"""
+
+_RESTORE = """
+local head, sealed = KEYS[1], KEYS[2]
+if redis.call('EXISTS', head) == 1 then return 0 end
+redis.call('DEL', sealed)
+for i = 8, #ARGV do redis.call('SADD', sealed, ARGV[i]) end
+redis.call('HSET', head, 'total', ARGV[1], 'shards', ARGV[2], 'step', ARGV[3], 'finished', ARGV[4], 'failed', ARGV[5],
+    'prompt_tokens', ARGV[6], 'completion_tokens', ARGV[7], 'frontier', 0, 'closed', '')
+return 1
+"""
+
+_CLAIM = """
+local head, number = KEYS[1], ARGV[1]
+if redis.call('HGET', head, 'closed') ~= '' or redis.call('HGET', head, 'frontier') ~= number then return 0 end
+redis.call('HINCRBY', head, 'frontier', 1)
+return 1
+"""
+
+_MARK_SEALED = """
+if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
+return redis.call('SADD', KEYS[2], ARGV[1])
+"""
+
+_CLOSE = """
+local head, sealed = KEYS[1], KEYS[2]
+if redis.call('EXISTS', head) == 0 then return 0 end
+redis.call('HSET', head, 'closed', ARGV[1])
+redis.call('EXPIRE', head, ARGV[2])
+redis.call('EXPIRE', sealed, ARGV[2])
+return 1
+"""
+
+
+class _Script:
+    """A Lua script that is sent by its digest and loaded when Redis does not know it (a restart forgets scripts)."""
+
+    def __init__(self, client: redis.Redis, body: str) -> None:
+        self._client = client
+        self._body = body
+        self._sha = ""
+
+    def call(self, script_keys: Sequence[str], args: Sequence[Any]) -> Any:
+        return self.call_many([(script_keys, args)])[0]
+
+    def call_many(self, calls: Sequence[tuple[Sequence[str], Sequence[Any]]]) -> list[Any]:
+        """Run the script once per element in one round trip. The first error of any of them is raised.
+
+        All scripts are idempotent, so calls that succeeded beside a failed one may be repeated.
+        """
+        if not self._sha:
+            self._sha = str(self._client.script_load(self._body))
+        try:
+            return self._pipelined(calls)
+        except NoScriptError:
+            self._client.script_load(self._body)
+            return self._pipelined(calls)
+
+    def _pipelined(self, calls: Sequence[tuple[Sequence[str], Sequence[Any]]]) -> list[Any]:
+        with self._client.pipeline(transaction=False) as pipe:
+            for script_keys, args in calls:
+                pipe.evalsha(self._sha, len(script_keys), *script_keys, *args)
+            return list(pipe.execute())
+
+
+class Ledger:
+    """The ledger over one Redis client (`decode_responses` off). Safe to use from several threads."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self._client = client
+        self._begin = _Script(client, _BEGIN)
+        self._record = _Script(client, _RECORD)
+        self._restore = _Script(client, _RESTORE)
+        self._claim = _Script(client, _CLAIM)
+        self._mark_sealed = _Script(client, _MARK_SEALED)
+        self._close = _Script(client, _CLOSE)
+
+    # -- one request ------------------------------------------------------------------------------------------------
+
+    def begin(self, calls: Sequence[tuple[Address, str]]) -> list[Begun]:
+        """Start requests: one answer per (address, mark), in one round trip. A mark is "worker/delivery"."""
+        answers = self._begin.call_many(
+            [
+                (
+                    (
+                        keys.head(at.batch_id, at.run),
+                        keys.sealed(at.batch_id, at.run),
+                        keys.rows(at.batch_id, at.run, at.shard),
+                        keys.marks(at.batch_id, at.run, at.shard),
+                        keys.calls(at.batch_id, at.run, at.shard),
+                    ),
+                    (at.shard, at.index, mark),
+                )
+                for at, mark in calls
+            ]
+        )
+        return [Begun(Verdict(verdict.decode()), int(earlier)) for verdict, earlier in answers]
+
+    def record(self, rows: Sequence[Row]) -> list[Recorded]:
+        """Record rows: one answer per row, in one round trip. The first row of an index wins."""
+        answers = self._record.call_many(
+            [
+                (
+                    (
+                        keys.head(row.at.batch_id, row.at.run),
+                        keys.sealed(row.at.batch_id, row.at.run),
+                        keys.rows(row.at.batch_id, row.at.run, row.at.shard),
+                        keys.marks(row.at.batch_id, row.at.run, row.at.shard),
+                    ),
+                    (
+                        row.at.shard,
+                        row.at.index,
+                        row.row,
+                        int(row.failed),
+                        row.prompt_tokens,
+                        row.completion_tokens,
+                        row.shard_count,
+                    ),
+                )
+                for row in rows
+            ]
+        )
+        return [Recorded(Verdict(verdict.decode()), bool(full), bool(feed)) for verdict, full, feed in answers]
+
+    # -- a run ------------------------------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        batch_id: str,
+        run: int,
+        *,
+        total: int,
+        shards: int,
+        step: int,
+        sealed: Iterable[int] = (),
+        finished: int = 0,
+        failed: int = 0,
+        prompt_tokens: int = 0,
+        completion_tokens: int = 0,
+    ) -> bool:
+        """Write the head of a run from what the store knows. A head that exists stays; False then.
+
+        `step` is the number of finished requests after which a worker asks for a feed.
+        """
+        args = (total, shards, step, finished, failed, prompt_tokens, completion_tokens, *sealed)
+        return bool(self._restore.call((keys.head(batch_id, run), keys.sealed(batch_id, run)), args))
+
+    def progress(self, batch_id: str, run: int) -> Progress | None:
+        """Where a run stands, or None when Redis does not know it."""
+        head: dict[bytes, bytes] = self._client.hgetall(keys.head(batch_id, run))
+        if not head:
+            return None
+
+        def number(field: bytes) -> int:
+            return int(head.get(field, b"0"))
+
+        return Progress(
+            total=number(b"total"),
+            shards=number(b"shards"),
+            frontier=number(b"frontier"),
+            finished=number(b"finished"),
+            failed=number(b"failed"),
+            prompt_tokens=number(b"prompt_tokens"),
+            completion_tokens=number(b"completion_tokens"),
+            closed=head.get(b"closed", b"").decode(),
+        )
+
+    def claim_shard(self, batch_id: str, run: int, shard: int) -> bool:
+        """Move the frontier past `shard` if it stands there. Who gets True publishes the shard; nobody else does."""
+        return bool(self._claim.call((keys.head(batch_id, run),), (shard,)))
+
+    def rows(self, batch_id: str, run: int, shard: int, indexes: range) -> Iterator[bytes | None]:
+        """The recorded rows of a shard in order, read in slices; None where a row is missing."""
+        key = keys.rows(batch_id, run, shard)
+        for start in range(0, len(indexes), SLICE):
+            yield from self._client.hmget(key, [str(index) for index in indexes[start : start + SLICE]])
+
+    def mark_sealed(self, batch_id: str, run: int, shard: int) -> None:
+        """Note that the shard's part exists. From now on its rows are dropped and its deliveries answered as done."""
+        self._mark_sealed.call((keys.head(batch_id, run), keys.sealed(batch_id, run)), (shard,))
+
+    def is_sealed(self, batch_id: str, run: int, shard: int) -> bool:
+        """Whether the ledger knows the shard as sealed."""
+        return bool(self._client.sismember(keys.sealed(batch_id, run), str(shard)))
+
+    def sealed_count(self, batch_id: str, run: int) -> int:
+        """How many shards the ledger knows as sealed."""
+        return int(self._client.scard(keys.sealed(batch_id, run)))
+
+    def drop_shard(self, batch_id: str, run: int, shard: int) -> None:
+        """Delete the rows of a sealed shard. Always the last step: part created, marked sealed, then this."""
+        self._client.unlink(
+            keys.rows(batch_id, run, shard), keys.marks(batch_id, run, shard), keys.calls(batch_id, run, shard)
+        )
+
+    def close(self, batch_id: str, run: int, status: str) -> None:
+        """Close the run: deliveries are answered as done, and what is left expires."""
+        self._close.call((keys.head(batch_id, run), keys.sealed(batch_id, run)), (status, keys.CLOSED_TTL_S))
+
+    # -- workers ----------------------------------------------------------------------------------------------------
+
+    def beat(self, beat: WorkerBeat, ttl_s: float) -> None:
+        """Say that a worker lives, for `ttl_s` seconds."""
+        value = json.dumps(
+            {
+                "state": beat.state,
+                "engine": beat.engine,
+                "models": list(beat.models),
+                "queue": beat.queue,
+                "inflight": beat.inflight,
+            }
+        )
+        with self._client.pipeline(transaction=False) as pipe:
+            pipe.set(keys.worker(beat.worker_id), value, px=int(ttl_s * 1000))
+            pipe.zadd(keys.WORKERS, {beat.worker_id: time.time()})
+            pipe.expire(keys.WORKERS, 3600)
+            pipe.execute()
+
+    def forget_worker(self, worker_id: str) -> None:
+        """Remove a worker's heartbeat when it stops."""
+        with self._client.pipeline(transaction=False) as pipe:
+            pipe.delete(keys.worker(worker_id))
+            pipe.zrem(keys.WORKERS, worker_id)
+            pipe.execute()
+
+    def workers(self) -> list[WorkerBeat]:
+        """The live workers. Dead ones are dropped from the index on the way."""
+        ids = [member.decode() for member in self._client.zrange(keys.WORKERS, 0, -1)]
+        if not ids:
+            return []
+        values = self._client.mget([keys.worker(worker_id) for worker_id in ids])
+        dead = [worker_id for worker_id, value in zip(ids, values, strict=True) if value is None]
+        if dead:
+            self._client.zrem(keys.WORKERS, *dead)
+        return [_beat(worker_id, value) for worker_id, value in zip(ids, values, strict=True) if value is not None]
+
+
+def _beat(worker_id: str, value: bytes) -> WorkerBeat:
+    fields = json.loads(value)
+    return WorkerBeat(
+        worker_id=worker_id,
+        state=fields["state"],
+        engine=fields["engine"],
+        models=tuple(fields["models"]),
+        queue=fields["queue"],
+        inflight=fields["inflight"],
+    )

@@ -1,0 +1,154 @@
+"""A run of a batch, as the store knows it: the manifest, the parts, the end, and the way back into Redis.
+
+Owns: reading and writing the records of a batch directory, `restore`, and the state of a batch.
+Must not know: Celery, engines, the command line.
+On failure: raises what the store and Redis raise. The store is the truth; Redis only holds what is in flight, so
+everything here can be called at any time, by anybody, twice.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pydantic_core import from_json
+
+from common import layout
+from common.batch import BatchStatus, Manifest, RequestCounts, RunEnd, Usage, row_failed
+from common.dispatch import feed_step
+from common.errors import NoSuchBatchError, ObjectMissingError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from common.ledger import Ledger
+    from common.store import ObjectStore
+
+#: The run that a submit makes.
+FIRST_RUN = 1
+
+
+def read_manifest(store: ObjectStore, batch_id: str) -> Manifest:
+    """The batch's manifest. Raises `NoSuchBatchError`."""
+    try:
+        return Manifest.model_validate_json(store.read(layout.manifest(batch_id)))
+    except ObjectMissingError:
+        raise NoSuchBatchError(f"there is no batch {batch_id} in {store.uri}") from None
+
+
+def read_end(store: ObjectStore, batch_id: str, run: int = FIRST_RUN) -> RunEnd | None:
+    """How the run ended, or None while it is open."""
+    try:
+        return RunEnd.model_validate_json(store.read(layout.end(batch_id, run)))
+    except ObjectMissingError:
+        return None
+
+
+def write_end(store: ObjectStore, batch_id: str, end: RunEnd, run: int = FIRST_RUN) -> RunEnd:
+    """Close the run; returns the end that won, which may be an earlier one."""
+    with store.writing(layout.end(batch_id, run)) as out:
+        out.write(end.model_dump_json().encode())
+    if out.created:
+        return end
+    won = read_end(store, batch_id, run)
+    assert won is not None
+    return won
+
+
+def sealed_shards(store: ObjectStore, batch_id: str, run: int = FIRST_RUN) -> set[int]:
+    """Numbers of the shards whose part exists."""
+    return {int(name.partition(".")[0]) for name in store.names(layout.parts(batch_id, run))}
+
+
+@dataclass
+class Tally:
+    """Rows and tokens counted from result rows."""
+
+    completed: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    def add(self, rows: Iterable[bytes]) -> None:
+        """Count rows, one line each."""
+        for row in rows:
+            if row_failed(row):
+                self.failed += 1
+                continue
+            self.completed += 1
+            usage = (from_json(row)["response"]["body"] or {}).get("usage") or {}
+            self.prompt_tokens += usage.get("prompt_tokens") or 0
+            self.completion_tokens += usage.get("completion_tokens") or 0
+
+
+def restore(store: ObjectStore, ledger: Ledger, manifest: Manifest, *, run: int = FIRST_RUN, window: int) -> bool:
+    """Write the run's head into Redis from what the store holds; False when Redis has it already.
+
+    Counters are counted from the parts. Rows of shards that were not sealed are gone with Redis and run again.
+    A run that ended comes back closed, so that late deliveries are answered.
+    """
+    batch_id = manifest.batch_id
+    if ledger.progress(batch_id, run) is not None:
+        return False
+    end = read_end(store, batch_id, run)
+    sealed = sealed_shards(store, batch_id, run)
+    tally = Tally()
+    for shard in sealed:
+        with store.open(layout.part(batch_id, run, shard)) as rows:
+            tally.add(rows)
+    written = ledger.restore(
+        batch_id,
+        run,
+        total=manifest.total,
+        shards=len(manifest.counts),
+        step=feed_step(window),
+        sealed=sealed,
+        finished=tally.completed + tally.failed,
+        failed=tally.failed,
+        prompt_tokens=tally.prompt_tokens,
+        completion_tokens=tally.completion_tokens,
+    )
+    if end is not None:
+        ledger.close(batch_id, run, end.status.value)
+    return written
+
+
+@dataclass(frozen=True, slots=True)
+class BatchState:
+    """Where a batch stands. `known` is False when Redis does not know an open run: the counts are the parts' then."""
+
+    manifest: Manifest
+    status: BatchStatus
+    counts: RequestCounts
+    usage: Usage
+    closed_at: int | None = None
+    known: bool = True
+
+
+def state_of(store: ObjectStore, ledger: Ledger | None, manifest: Manifest, run: int = FIRST_RUN) -> BatchState:
+    """Where the batch stands, by its end if it has one, else by the ledger, else by its parts."""
+    batch_id = manifest.batch_id
+    end = read_end(store, batch_id, run)
+    if end is not None:
+        return BatchState(manifest, end.status, end.counts, end.usage, closed_at=end.at)
+    progress = ledger.progress(batch_id, run) if ledger is not None else None
+    if progress is None:
+        tally = Tally()
+        for shard in sealed_shards(store, batch_id, run):
+            with store.open(layout.part(batch_id, run, shard)) as rows:
+                tally.add(rows)
+        counts = RequestCounts(total=manifest.total, completed=tally.completed, failed=tally.failed)
+        usage = Usage(prompt_tokens=tally.prompt_tokens, completion_tokens=tally.completion_tokens)
+        return BatchState(manifest, BatchStatus.IN_PROGRESS, counts, usage, known=False)
+    status = BatchStatus.FINALIZING if progress.finished >= progress.total else BatchStatus.IN_PROGRESS
+    counts = RequestCounts(
+        total=manifest.total, completed=progress.finished - progress.failed, failed=progress.failed
+    )
+    usage = Usage(prompt_tokens=progress.prompt_tokens, completion_tokens=progress.completion_tokens)
+    return BatchState(manifest, status, counts, usage)
+
+
+def now() -> int:
+    """Unix seconds, as the OpenAI Batch object has them."""
+    return int(time.time())

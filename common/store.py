@@ -1,0 +1,186 @@
+"""The object store of the batch directories.
+
+Owns: the `ObjectStore` protocol, `LocalStore` (a folder, shared or not) and `open_store`.
+Must not know: what the objects mean (`common.layout` names them).
+On failure: what is not there is `ObjectMissingError`; what cannot be asked is `StoreUnavailableError`. An outage is
+never read as absence: a missing root folder (a share that is not mounted) is an outage.
+
+Objects appear whole or not at all, and durable: written under a temporary name, synced, then put in place.
+Parts and ends of runs are *created*: the first writer wins and everybody else learns that it lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Protocol
+from urllib.parse import unquote, urlsplit
+
+from common.errors import ObjectMissingError, StoreUnavailableError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+
+
+class ObjectWriter(Protocol):
+    """An object that is being written. `created` says after the `with` block whether this writer put it in place."""
+
+    created: bool
+
+    def write(self, data: bytes, /) -> None:
+        """Append bytes."""
+
+
+class ObjectStore(Protocol):
+    """Named objects, written whole. Names are relative, with `/` between their parts."""
+
+    @property
+    def uri(self) -> str:
+        """Where the store is, without secrets; two processes share a store when their URIs are equal."""
+
+    def writing(self, name: str, *, replace: bool = False) -> AbstractContextManager[ObjectWriter]:
+        """Write an object. Without `replace` an existing object stays as it is and `created` is False.
+
+        An exception inside the block leaves nothing behind.
+        """
+
+    def open(self, name: str) -> IO[bytes]:
+        """The object's bytes as a stream. Raises `ObjectMissingError`."""
+
+    def read(self, name: str) -> bytes:
+        """The object's bytes. For small objects. Raises `ObjectMissingError`."""
+
+    def exists(self, name: str) -> bool:
+        """Whether the object exists."""
+
+    def names(self, folder: str) -> Iterator[str]:
+        """The last name parts of what lies directly in `folder`, in no order; nothing when there is no folder."""
+
+
+class _LocalWriter:
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.created = False
+
+    def write(self, data: bytes, /) -> None:
+        self._file.write(data)
+
+
+class LocalStore:
+    """A store in a folder, on one machine or on a share with POSIX hard links and renames."""
+
+    def __init__(self, root: Path) -> None:
+        """Use `root`, creating it if its parent exists and it does not."""
+        self.root = root
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise StoreUnavailableError(f"the store's folder {root} cannot be used: {exc.strerror}") from exc
+
+    @property
+    def uri(self) -> str:
+        """`file://` and the folder's real path."""
+        return self.root.resolve().as_uri()
+
+    @contextlib.contextmanager
+    def writing(self, name: str, *, replace: bool = False) -> Iterator[ObjectWriter]:
+        """See `ObjectStore.writing`. A hard link to the final name is what makes creation atomic."""
+        target = self.root / name
+        with self._outage(name):
+            self._require_root()
+            target.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, temporary = tempfile.mkstemp(prefix=".tmp-", dir=target.parent)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                writer = _LocalWriter(file)
+                yield writer
+                with self._outage(name):
+                    file.flush()
+                    os.fchmod(file.fileno(), 0o644)
+                    os.fsync(file.fileno())
+            with self._outage(name):
+                writer.created = self._put_in_place(temporary, target, replace=replace)
+                _sync_folder(target.parent)
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+
+    @staticmethod
+    def _put_in_place(temporary: str, target: Path, *, replace: bool) -> bool:
+        if replace:
+            os.replace(temporary, target)
+            return True
+        try:
+            os.link(temporary, target)
+        except FileExistsError:
+            return False
+        return True
+
+    def open(self, name: str) -> IO[bytes]:
+        """See `ObjectStore.open`."""
+        with self._outage(name):
+            return (self.root / name).open("rb")
+
+    def read(self, name: str) -> bytes:
+        """See `ObjectStore.read`."""
+        with self.open(name) as file, self._outage(name):
+            return file.read()
+
+    def exists(self, name: str) -> bool:
+        """See `ObjectStore.exists`."""
+        try:
+            with self._outage(name):
+                (self.root / name).stat()
+        except ObjectMissingError:
+            return False
+        return True
+
+    def names(self, folder: str) -> Iterator[str]:
+        """See `ObjectStore.names`. Temporary files are not objects."""
+        try:
+            with self._outage(folder):
+                found = os.listdir(self.root / folder)
+        except ObjectMissingError:
+            return
+        yield from (name for name in found if not name.startswith(".tmp-"))
+
+    def _require_root(self) -> None:
+        if not self.root.is_dir():
+            raise StoreUnavailableError(f"the store's folder {self.root} is gone")
+
+    @contextlib.contextmanager
+    def _outage(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as exc:
+            self._require_root()
+            raise ObjectMissingError(f"{name} is not in the store") from exc
+        except NotADirectoryError as exc:
+            raise ObjectMissingError(f"{name} is not in the store") from exc
+        except OSError as exc:
+            raise StoreUnavailableError(f"the store failed at {name}: {exc.strerror}") from exc
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a new name durable. A no-op for file systems that cannot sync folders."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def open_store(uri: str) -> ObjectStore:
+    """The store that `uri` names: `file:///folder`, or a plain absolute path."""
+    parts = urlsplit(uri)
+    if parts.scheme == "file":
+        if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+            raise UsageError(f"FLEET_STORE {uri!r}: a file URI has three slashes, file:///folder")
+        return LocalStore(Path(unquote(parts.path)))
+    if not parts.scheme and uri.startswith("/"):
+        return LocalStore(Path(uri))
+    raise UsageError("FLEET_STORE must be file:///folder or an absolute path")

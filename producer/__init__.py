@@ -1,0 +1,1 @@
+"""The producer: from a file of requests to a file of rows."""

@@ -1,0 +1,472 @@
+"""The command `producer`: submit, check, status, list, fetch.
+
+Owns: the command line, exit codes, and what is printed where: results on stdout, everything for people on stderr.
+On failure: one line per problem, never a traceback; see `contract` in the README for the exit codes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import redis
+
+from common import broker, layout
+from common.batch import CLOSED, BatchStatus, batch_object, dumps
+from common.dispatch import republish
+from common.errors import FleetError, InputRefusedError, StoreUnavailableError, UsageError
+from common.ledger import Ledger
+from common.runs import BatchState, read_manifest, state_of
+from common.settings import GPU_QUEUE, FleetSettings, load
+from common.store import open_store
+from producer import control, intake
+from producer.local import LocalFleet, state_folder
+from producer.output import Destination, check_destinations, default_output
+from producer.progress import Progress, duration
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from common.batch import Manifest
+    from common.store import ObjectStore
+
+EXIT_OK = 0
+EXIT_ERROR = 1
+EXIT_ROWS_FAILED = 3
+EXIT_NOT_COMPLETED = 4
+EXIT_INTERRUPTED = 130
+
+
+class Interrupted(BaseException):
+    """SIGINT or SIGTERM arrived. Not an `Exception`: nothing on the way may take it for a failure of its own."""
+
+    def __init__(self, signal_number: int) -> None:
+        self.exit_code = 128 + signal_number
+        super().__init__(signal.Signals(signal_number).name)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser. What follows `--` is taken off before it and belongs to the engine."""
+    parser = argparse.ArgumentParser(
+        prog="producer", allow_abbrev=False, description="Submit files of LLM requests to the fleet and get rows back."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_submit(commands)
+
+    check = commands.add_parser("check", allow_abbrev=False, help="validate an input file, and do nothing else")
+    _add_input(check)
+
+    status = commands.add_parser("status", allow_abbrev=False, help="show a batch, or the fleet and its open batches")
+    status.add_argument("batch", nargs="?", metavar="BATCH")
+    status.add_argument("--json", action="store_true", help="print the batch object(s) on stdout")
+
+    listing = commands.add_parser("list", allow_abbrev=False, help="list all batches, newest first")
+    listing.add_argument("--json", action="store_true", help="print the batch objects on stdout, one a line")
+
+    fetch = commands.add_parser("fetch", allow_abbrev=False, help="write a closed batch's rows to a file")
+    fetch.add_argument("batch", metavar="BATCH")
+    fetch.add_argument("-o", "--output", required=True, metavar="OUT", help="where the rows go")
+    fetch.add_argument("--errors", metavar="PATH", help="failed rows also go here")
+    return parser
+
+
+def _add_submit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    submit = commands.add_parser(
+        "submit",
+        allow_abbrev=False,
+        usage="producer submit INPUT [-o OUTPUT] [options] [-- ENGINE FLAGS]",
+        help="run a file of requests and write its rows",
+        description="Validate a file of requests, submit it as a batch, wait, and write one row per request in the "
+        "input's order. Exit: 0 every row succeeded, 1 error, 2 refused, 3 some rows failed, 4 the batch did not "
+        "complete, 130 interrupted.",
+    )
+    _add_input(submit)
+    submit.add_argument("-o", "--output", metavar="OUTPUT", help="default: INPUT's name with .out.jsonl")
+    submit.add_argument("--errors", metavar="PATH", help="failed rows also go here")
+    submit.add_argument("--detach", action="store_true", help="return as soon as the batch is durable; print its id")
+    submit.add_argument("--local", action="store_true", help="run everything on this machine, for this command only")
+    submit.add_argument("--model", metavar="M", help="with --local: what the worker serves")
+    submit.add_argument("--engine", choices=("vllm", "echo"), help="with --local; default: vllm")
+    submit.add_argument("--workers", type=int, metavar="N", help="with --local: worker processes; default: 1")
+    submit.add_argument("--new", action="store_true", help="a fresh batch, even if one of the same file is open")
+    submit.add_argument("--json", action="store_true", help="print the final batch object on stdout")
+
+
+def _add_input(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("input", nargs="?", metavar="INPUT", help="the file of requests, or - for stdin")
+    parser.add_argument("-i", "--input-file", dest="input_option", metavar="INPUT", help="the same, as in run-batch")
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Entry point of the console script."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    flags: list[str] = []
+    if "--" in arguments:
+        at = arguments.index("--")
+        arguments, flags = arguments[:at], arguments[at + 1 :]
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    if flags and options.command != "submit":
+        parser.error("only submit takes engine flags after --")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
+    try:
+        code = _COMMANDS[options.command](options, flags)
+    except InputRefusedError as exc:
+        _say(*exc.problems)
+        if exc.total > len(exc.problems):
+            _say(f"... and {exc.total - len(exc.problems)} more problems")
+        code = exc.exit_code
+    except FleetError as exc:
+        _say(f"error: {exc}")
+        code = exc.exit_code
+    except redis.RedisError as exc:
+        _say(f"error: the broker failed ({type(exc).__name__})")
+        code = EXIT_ERROR
+    except Interrupted as exc:
+        code = exc.exit_code
+    sys.exit(code)
+
+
+def _interrupt(number: int, _: object) -> None:
+    # A second one must not interrupt the ending of a local fleet.
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    raise Interrupted(number)
+
+
+def _say(*lines: str) -> None:
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)
+
+
+def _print(text: str) -> None:
+    """Print a result on stdout: UTF-8, whatever the locale says."""
+    sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape") + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def _input_name(options: argparse.Namespace) -> str:
+    if (options.input is None) == (options.input_option is None):
+        raise UsageError("name the input once: producer " + options.command + " INPUT")
+    return str(options.input if options.input is not None else options.input_option)
+
+
+# -- submit -----------------------------------------------------------------------------------------------------------
+
+
+def _submit(options: argparse.Namespace, flags: list[str]) -> int:
+    name = _input_name(options)
+    settings = _settings(options, flags)
+    output = options.output or default_output(name)
+    check_destinations(name, output, options.errors)
+    with intake.staged(name) as path, Progress() as progress:
+        checked = intake.check(
+            name, path, on_lines=lambda lines: progress.note(f"validating ({lines} lines)")
+        )
+        store = open_store(settings.store)
+        digest = intake.batch_digest(checked, _rows_depend_on(options, flags))
+        attached = None if options.new else control.find_open(store, digest)
+        submission = _Submission(options, flags, settings, store, checked, digest, attached, output)
+        if checked.total == 0:
+            return submission.empty(progress)
+        return submission.local(progress) if options.local else submission.fleet(progress)
+
+
+def _settings(options: argparse.Namespace, flags: list[str]) -> FleetSettings:
+    settings = load(FleetSettings)
+    if options.local:
+        if options.detach:
+            raise UsageError("--detach does not go with --local: a local fleet ends with the command")
+        if not options.model:
+            raise UsageError("--local needs --model")
+        if options.workers is not None and options.workers < 1:
+            raise UsageError("--workers must be at least 1")
+        if not settings.store:
+            folder = state_folder()
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            settings = settings.model_copy(update={"store": folder.as_uri()})
+        return settings
+    for given, option in (
+        (options.model, "--model"),
+        (options.engine, "--engine"),
+        (options.workers, "--workers"),
+        (flags, "flags after --"),
+    ):
+        if given:
+            raise UsageError(f"{option} needs --local: in a fleet the workers decide")
+    return settings.with_store()
+
+
+def _rows_depend_on(options: argparse.Namespace, flags: list[str]) -> list[str]:
+    return [options.engine or "vllm", options.model or "", *flags] if options.local else []
+
+
+class _Submission:
+    """One submit, once its file is validated."""
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        flags: list[str],
+        settings: FleetSettings,
+        store: ObjectStore,
+        checked: intake.Checked,
+        digest: str,
+        attached: Manifest | None,
+        output: str,
+    ) -> None:
+        self._options = options
+        self._flags = flags
+        self._settings = settings
+        self._store = store
+        self._checked = checked
+        self._digest = digest
+        self._attached = attached
+        self._output = output
+        self._started = time.monotonic()
+
+    def empty(self, progress: Progress) -> int:
+        """A file without requests: its batch is complete without a fleet."""
+        manifest = self._durable(progress, None)
+        with self._destination() as destination:
+            destination.begin()
+        return self._finish(progress, state_of(self._store, None, manifest))
+
+    def fleet(self, progress: Progress) -> int:
+        """Submit to a running fleet."""
+        fleet = control.Fleet.connect(self._settings, self._store)
+        if self._options.detach:
+            manifest = self._durable(progress, None)
+            control.start(fleet, manifest)
+            _print(manifest.batch_id)
+            return EXIT_OK
+        with self._destination() as destination:
+            manifest = self._durable(progress, None)
+            destination.begin()
+            try:
+                control.start(fleet, manifest)
+                state = control.wait(fleet, manifest, destination, progress)
+            except Interrupted:
+                progress.say(
+                    f"{manifest.batch_id} goes on in the fleet. Attach to it again with the same command, or see\n"
+                    f"  producer status {manifest.batch_id}\n"
+                    f"  producer fetch {manifest.batch_id} -o {self._output}"
+                )
+                raise
+            destination.close(durable=True)
+        return self._finish(progress, state)
+
+    def local(self, progress: Progress) -> int:
+        """Run everything on this machine. Processes start first: the engine loads while the batch is written."""
+        options = self._options
+        batch_id = self._attached.batch_id if self._attached is not None else layout.new_batch_id()
+        local = LocalFleet(
+            batch_id,
+            store_uri=self._settings.store,
+            model=options.model,
+            engine=options.engine or "vllm",
+            workers=options.workers or 1,
+            engine_args=self._flags,
+        )
+        with self._destination() as destination:
+            try:
+                with local:
+                    settings = self._settings.model_copy(update={"broker_url": local.broker_url})
+                    fleet = control.Fleet.connect(settings, self._store)
+                    manifest = self._durable(progress, batch_id)
+                    if self._attached is not None:
+                        _take_up(fleet, manifest)
+                    control.start(fleet, manifest)
+                    self._wait_for_engine(fleet, local, progress)
+                    destination.begin()
+                    state = control.wait(
+                        fleet, manifest, destination, progress, on_poll=lambda: local.check() or ""
+                    )
+                    progress.note("ending the local fleet")
+            except Interrupted:
+                progress.say(f"interrupted; the same command goes on with {batch_id} where it stopped")
+                raise
+            destination.close(durable=True)
+        if state.status in CLOSED:
+            local.forget()
+        return self._finish(progress, state)
+
+    def _durable(self, progress: Progress, batch_id: str | None) -> Manifest:
+        if self._attached is not None:
+            progress.say(f"{self._attached.batch_id}: attached to the open batch of this file")
+            return self._attached
+        manifest = control.write_batch(
+            self._store,
+            self._checked,
+            digest=self._digest,
+            max_shard_size=self._settings.shard_size,
+            batch_id=batch_id,
+            on_lines=lambda lines: progress.note(f"writing the batch ({lines} lines)"),
+        )
+        progress.say(f"{manifest.batch_id}: {manifest.total} requests in {len(manifest.counts)} shards")
+        return manifest
+
+    @staticmethod
+    def _wait_for_engine(fleet: control.Fleet, local: LocalFleet, progress: Progress) -> None:
+        """Until a worker is ready: a set-up that cannot work ends here, with the output untouched."""
+        started = time.monotonic()
+        while not any(worker.state == "ready" for worker in fleet.ledger.workers()):
+            local.check()
+            waited_s = time.monotonic() - started
+            if waited_s > 1:
+                progress.note(f"waiting for the engine to load ({waited_s:.0f} s)")
+            time.sleep(0.1)
+        progress.note("")
+
+    @contextlib.contextmanager
+    def _destination(self) -> Iterator[Destination]:
+        destination = Destination(self._output, self._options.errors)
+        try:
+            yield destination
+        finally:
+            destination.close()
+
+    def _finish(self, progress: Progress, state: BatchState) -> int:
+        counts, took_s = state.counts, time.monotonic() - self._started
+        done = counts.completed + counts.failed
+        progress.update(done=done, total=counts.total, failed=counts.failed, tokens=state.usage.completion_tokens)
+        progress.note("")
+        progress.say(
+            f"{state.manifest.batch_id} {state.status.value}: {counts.completed} ok, {counts.failed} failed, "
+            f"{duration(took_s)}, {done / took_s if took_s else 0:.1f} requests/s -> {self._output}"
+        )
+        if self._options.json:
+            output, errors = self._output, self._options.errors
+            _print(dumps(_object(state, output=os.path.abspath(output), errors=errors and os.path.abspath(errors))))
+        return _exit_code(state)
+
+
+def _take_up(fleet: control.Fleet, manifest: Manifest) -> None:
+    """Send again what a local fleet that is gone had taken: its queues were emptied, and no worker runs yet."""
+    shards = manifest.shards()
+    for number, indexes in control.missing(fleet, manifest):
+        republish(fleet.app, fleet.store, manifest, shards[number], set(indexes), queue=GPU_QUEUE)
+
+
+def _exit_code(state: BatchState) -> int:
+    if state.status is not BatchStatus.COMPLETED:
+        return EXIT_NOT_COMPLETED
+    return EXIT_ROWS_FAILED if state.counts.failed else EXIT_OK
+
+
+# -- the others -------------------------------------------------------------------------------------------------------
+
+
+def _check(options: argparse.Namespace, _: list[str]) -> int:
+    name = _input_name(options)
+    with intake.staged(name) as path:
+        checked = intake.check(name, path)
+    _say(f"{name}: {checked.total} requests, all well-formed")
+    return EXIT_OK
+
+
+def _stored() -> tuple[ObjectStore, Ledger]:
+    """The store and the ledger of the look-at commands. Without FLEET_STORE: the store of local mode, if there is one."""
+    settings = load(FleetSettings)
+    if not settings.store and (state_folder() / layout.BATCHES).is_dir():
+        settings = settings.model_copy(update={"store": state_folder().as_uri()})
+    settings = settings.with_store()
+    return open_store(settings.store), Ledger(broker.redis_client(settings.broker_url, tries=0))
+
+
+def _state(store: ObjectStore, ledger: Ledger, manifest: Manifest) -> BatchState:
+    """The batch's state; without a broker what the store knows."""
+    try:
+        return state_of(store, ledger, manifest)
+    except redis.RedisError:
+        return state_of(store, None, manifest)
+
+
+def _object(state: BatchState, output: str | None = None, errors: str | None = None) -> dict[str, object]:
+    return batch_object(
+        state.manifest, state.status, state.counts, state.usage,
+        closed_at=state.closed_at, output=output, errors=errors,
+    )  # fmt: skip
+
+
+def _stored_object(store: ObjectStore, state: BatchState) -> dict[str, object]:
+    batch_id = state.manifest.batch_id
+    closed = state.status in CLOSED
+    return _object(
+        state,
+        output=f"{store.uri}/{layout.output(batch_id)}" if closed else None,
+        errors=f"{store.uri}/{layout.errors(batch_id)}" if closed and state.counts.failed else None,
+    )
+
+
+def _line(state: BatchState) -> str:
+    counts = state.counts
+    created = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.manifest.created_at))
+    unknown = "" if state.known else "  (not in Redis)"
+    return (
+        f"{state.manifest.batch_id}  {created}  {state.status.value:<12} "
+        f"{counts.completed + counts.failed}/{counts.total} done, {counts.failed} failed  "
+        f"{Path(state.manifest.input_name).name}{unknown}"
+    )
+
+
+def _status(options: argparse.Namespace, _: list[str]) -> int:
+    store, ledger = _stored()
+    if options.batch is not None:
+        state = _state(store, ledger, read_manifest(store, layout.checked_batch_id(options.batch)))
+        _print(dumps(_stored_object(store, state)) if options.json else _line(state))
+        return EXIT_OK
+    states = [_state(store, ledger, manifest) for manifest in control.manifests(store)]
+    states = [state for state in states if state.status not in CLOSED]
+    if options.json:
+        _print(dumps({"object": "list", "data": [_stored_object(store, state) for state in states]}))
+        return EXIT_OK
+    for state in states:
+        _print(_line(state))
+    try:
+        for worker in ledger.workers():
+            _print(
+                f"worker {worker.worker_id}  {worker.state}, {worker.engine}, queue {worker.queue}, "
+                f"serves {', '.join(worker.models) or '-'}, {worker.inflight} in flight at most"
+            )
+    except redis.RedisError:
+        _say("no broker at FLEET_BROKER_URL: workers and batches in flight are not shown")
+    return EXIT_OK
+
+
+def _list(options: argparse.Namespace, _: list[str]) -> int:
+    store, ledger = _stored()
+    for manifest in control.manifests(store):
+        state = _state(store, ledger, manifest)
+        _print(dumps(_stored_object(store, state)) if options.json else _line(state))
+    return EXIT_OK
+
+
+def _fetch(options: argparse.Namespace, _: list[str]) -> int:
+    store, ledger = _stored()
+    manifest = read_manifest(store, layout.checked_batch_id(options.batch))
+    check_destinations(os.devnull, options.output, options.errors)
+    with contextlib.closing(Destination(options.output, options.errors)) as destination:
+        end = control.fetch(store, manifest, destination)
+        if end is None:
+            _say(_line(_state(store, ledger, manifest)), "error: the batch is still open; its rows are not complete")
+            return EXIT_ERROR
+        destination.close(durable=True)
+    state = state_of(store, ledger, manifest)
+    _say(_line(state))
+    return _exit_code(state)
+
+
+_COMMANDS = {"submit": _submit, "check": _check, "status": _status, "list": _list, "fetch": _fetch}
+
+__all__ = ["StoreUnavailableError", "main"]
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""What the producer can do, as plain functions: submit, wait, list, fetch. The command line is a shell over these.
+
+Owns: the order of things at submit, and a waiting producer. Must not know: argparse, terminals, local mode.
+On failure: refusals raise before anything is queued. Once the manifest is written the batch is durable, and every
+later failure leaves it to be attached to again. While Redis or the store is away a waiting producer waits.
+
+    check input, destination, broker ─▶ batch directory ─▶ manifest (durable) ─▶ pointer ─▶ restore ─▶ feed ─▶ wait
+
+A pointer object maps a digest to the open batch of that digest, so that the same submit again attaches to it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import redis
+from kombu.exceptions import OperationalError
+
+from common import broker, layout
+from common.batch import CLOSED, BatchStatus, Manifest, RequestCounts, RunEnd, Usage
+from common.dispatch import Feeder
+from common.errors import BrokerUnavailableError, NoSuchBatchError, ObjectMissingError, StoreUnavailableError
+from common.ledger import Ledger
+from common.runs import (
+    FIRST_RUN,
+    BatchState,
+    now,
+    read_end,
+    read_manifest,
+    restore,
+    sealed_shards,
+    state_of,
+    write_end,
+)
+from common.settings import GPU_QUEUE
+from producer import intake
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from celery import Celery
+
+    from common.settings import FleetSettings
+    from common.store import ObjectStore
+    from producer.output import Destination
+
+logger = logging.getLogger("fleet.producer")
+
+#: Seconds between two looks at a batch.
+POLL_S = 0.25
+#: Seconds without a worker before a waiting producer says so.
+NO_WORKER_S = 3.0
+
+
+class Reporter(Protocol):
+    """Whom a waiting producer tells how it goes; `producer.progress.Progress` is one."""
+
+    def say(self, text: str) -> None:
+        """A lasting line."""
+
+    def note(self, text: str) -> None:
+        """What is being waited for, or an empty text."""
+
+    def update(self, *, done: int, total: int, failed: int, tokens: int) -> None:
+        """New counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The fleet as a producer sees it."""
+
+    settings: FleetSettings
+    store: ObjectStore
+    app: Celery
+    ledger: Ledger
+
+    @classmethod
+    def connect(cls, settings: FleetSettings, store: ObjectStore) -> Fleet:
+        """Connect to the broker. Raises `BrokerUnavailableError` when it does not answer."""
+        client = broker.redis_client(settings.broker_url)
+        broker.reachable(client, settings.broker_url)
+        return cls(settings, store, broker.make_app(settings.broker_url), Ledger(client))
+
+    def feeder(self, manifest: Manifest) -> Feeder:
+        """A feeder of the batch's first run."""
+        return Feeder(
+            self.app, self.ledger, self.store, manifest, window=self.settings.window, queue=GPU_QUEUE
+        )
+
+
+def find_open(store: ObjectStore, digest: str) -> Manifest | None:
+    """The open batch of this digest, or None. A closed batch is never reused: sampling twice means running twice."""
+    try:
+        batch_id = store.read(layout.pointer(digest)).decode()
+        manifest = read_manifest(store, batch_id)
+    except (ObjectMissingError, NoSuchBatchError):
+        return None
+    return manifest if read_end(store, batch_id) is None else None
+
+
+def write_batch(
+    store: ObjectStore,
+    checked: intake.Checked,
+    *,
+    digest: str,
+    max_shard_size: int,
+    batch_id: str | None = None,
+    on_lines: Callable[[int], None] | None = None,
+) -> Manifest:
+    """Make the batch durable, then point the digest at it. An empty file's batch is complete at once."""
+    manifest = intake.write_batch(
+        store,
+        checked,
+        batch_id=batch_id or layout.new_batch_id(),
+        digest=digest,
+        max_shard_size=max_shard_size,
+        on_lines=on_lines,
+    )
+    if manifest.total == 0:
+        for name in (layout.output(manifest.batch_id), layout.errors(manifest.batch_id)):
+            with store.writing(name, replace=True):
+                pass
+        write_end(
+            store,
+            manifest.batch_id,
+            RunEnd(status=BatchStatus.COMPLETED, at=now(), counts=RequestCounts(), usage=Usage()),
+        )
+    else:
+        with store.writing(layout.pointer(digest), replace=True) as out:
+            out.write(manifest.batch_id.encode())
+    return manifest
+
+
+def start(fleet: Fleet, manifest: Manifest) -> None:
+    """Put the batch's run into Redis, if it is not there, and publish what the window allows.
+
+    Raises `BrokerUnavailableError` when the broker fails on the way; the batch is durable all the same.
+    """
+    try:
+        restore(fleet.store, fleet.ledger, manifest, window=fleet.settings.window)
+        fleet.feeder(manifest).feed()
+    except (redis.RedisError, OperationalError) as exc:
+        raise BrokerUnavailableError(
+            f"the broker failed while {manifest.batch_id} was published ({type(exc).__name__}); "
+            "the batch is stored, the same submit attaches to it"
+        ) from exc
+
+
+def wait(
+    fleet: Fleet,
+    manifest: Manifest,
+    destination: Destination | None,
+    reporter: Reporter,
+    *,
+    on_poll: Callable[[], str] | None = None,
+) -> BatchState:
+    """Wait until the batch is closed, growing the destination in input order meanwhile.
+
+    `on_poll` is called on every look and returns what to tell while nothing is done yet ("" for nothing); what it
+    raises ends the wait.
+    """
+    follower = _Follower(fleet.store, manifest, destination)
+    hint = _WorkerHint(fleet.ledger)
+    while True:
+        extra = on_poll() if on_poll is not None else ""
+        try:
+            state = state_of(fleet.store, fleet.ledger, manifest)
+            follower.follow(closed=state.status in CLOSED)
+            note = extra or ("" if state.status is BatchStatus.FINALIZING else hint.look())
+        except (redis.RedisError, StoreUnavailableError) as exc:
+            # An outage is not an end: the batch goes on without us, and we look again.
+            logger.debug("waiting", exc_info=True)
+            what = "store" if isinstance(exc, StoreUnavailableError) else "broker"
+            reporter.note(f"waiting for the {what} ({type(exc).__name__})")
+            time.sleep(1.0)
+            continue
+        counts = state.counts
+        reporter.note(note)
+        reporter.update(
+            done=counts.completed + counts.failed,
+            total=counts.total,
+            failed=counts.failed,
+            tokens=state.usage.completion_tokens,
+        )
+        if state.status in CLOSED:
+            return state
+        time.sleep(POLL_S)
+
+
+class _Follower:
+    """Copies sealed parts to the destination, in order, as they appear."""
+
+    def __init__(self, store: ObjectStore, manifest: Manifest, destination: Destination | None) -> None:
+        self._store = store
+        self._manifest = manifest
+        self._destination = destination
+        self._next = 0
+
+    def follow(self, *, closed: bool) -> None:
+        """Copy what is there. When the batch is closed, all of it is."""
+        if self._destination is None:
+            return
+        while self._next < len(self._manifest.counts):
+            try:
+                part = self._store.open(layout.part(self._manifest.batch_id, FIRST_RUN, self._next))
+            except ObjectMissingError:
+                if closed:
+                    raise
+                return
+            with part:
+                self._destination.append(part)
+            self._next += 1
+
+
+class _WorkerHint:
+    """Says what is missing when nobody works."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._since = time.monotonic()
+        self._next_look = 0.0
+        self._note = ""
+
+    def look(self) -> str:
+        at = time.monotonic()
+        if at < self._next_look:
+            return self._note
+        self._next_look = at + 1.0
+        workers = [worker for worker in self._ledger.workers() if worker.queue == GPU_QUEUE]
+        if any(worker.state == "ready" for worker in workers):
+            self._since, self._note = at, ""
+        elif workers:
+            self._note = f"waiting for the engine to load ({at - self._since:.0f} s)"
+        elif at - self._since > NO_WORKER_S:
+            self._note = f"waiting for a worker: none serves the queue {GPU_QUEUE!r} ({at - self._since:.0f} s)"
+        return self._note
+
+
+def manifests(store: ObjectStore) -> Iterator[Manifest]:
+    """All batches of the store, newest first."""
+    found = []
+    for batch_id in store.names(layout.BATCHES):
+        try:
+            found.append(read_manifest(store, batch_id))
+        except NoSuchBatchError:
+            continue  # a submit that did not get to its manifest: no batch
+    yield from sorted(found, key=lambda manifest: (manifest.created_at, manifest.batch_id), reverse=True)
+
+
+def fetch(store: ObjectStore, manifest: Manifest, destination: Destination) -> RunEnd | None:
+    """Copy a closed batch's output to a destination; None, with nothing touched, while the batch is open."""
+    end = read_end(store, manifest.batch_id)
+    if end is None:
+        return None
+    destination.begin()
+    with store.open(layout.output(manifest.batch_id)) as rows:
+        destination.append(rows)
+    return end
+
+
+def missing(fleet: Fleet, manifest: Manifest) -> Sequence[tuple[int, list[int]]]:
+    """Published and not sealed shards with the indexes that are not recorded: what a fleet that died left undone."""
+    progress = fleet.ledger.progress(manifest.batch_id, FIRST_RUN)
+    frontier = progress.frontier if progress is not None else 0
+    sealed = sealed_shards(fleet.store, manifest.batch_id)
+    left = []
+    for shard in manifest.shards()[:frontier]:
+        if shard.number in sealed:
+            continue
+        rows = fleet.ledger.rows(manifest.batch_id, FIRST_RUN, shard.number, shard.indexes)
+        left.append((shard.number, [index for index, row in zip(shard.indexes, rows, strict=True) if row is None]))
+    return left

