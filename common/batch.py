@@ -17,7 +17,7 @@ import re
 import sys
 import uuid
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -62,9 +62,8 @@ def parse_line(raw: bytes) -> RequestLine:
     The same parser as vLLM's (pydantic's jiter) reads it, so a line that passes here parses there too.
     Raises `LineError` for everything that `contract.md` refuses at submit, but for repeated ids.
     """
-    raw = raw.strip(JSON_SPACE)
     try:
-        text = raw.decode("utf-8")
+        text = raw.decode("utf-8").strip(JSON_SPACE.decode())
     except UnicodeDecodeError as exc:
         raise LineError(f"not UTF-8 (byte {exc.start + 1} of the line){_guess_encoding(raw)}") from None
     try:
@@ -202,7 +201,7 @@ def http_error(failure: Failure, *, type_: str, param: str | None = None, code: 
 # -- records of a batch directory -------------------------------------------------------------------------------------
 
 
-class BatchStatus(str, Enum):
+class BatchStatus(StrEnum):
     """Statuses of the OpenAI Batch API."""
 
     VALIDATING = "validating"

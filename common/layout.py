@@ -1,12 +1,12 @@
 """Names inside a batch directory. Every name of an object in the store is made here and nowhere else.
 
-    batches/<batch_id>/manifest.json              what the batch is; written last at submit, never changed
-    batches/<batch_id>/runs/<run>/input/00000.jsonl   the lines of a shard, as the user wrote them
-    batches/<batch_id>/runs/<run>/parts/00000.jsonl   its sealed rows; created once, the first one wins
-    batches/<batch_id>/runs/<run>/end.json        how the run ended; created once, the first one wins
-    batches/<batch_id>/output.jsonl               all rows, in the input's order
-    batches/<batch_id>/errors.jsonl               the failed ones among them
-    digests/<digest>                              id of the newest batch of this digest: the same submit attaches to it
+batches/<batch_id>/manifest.json              what the batch is; written last at submit, never changed
+batches/<batch_id>/runs/<run>/input/00000.jsonl   the lines of a shard, as the user wrote them
+batches/<batch_id>/runs/<run>/parts/00000.jsonl   its sealed rows; created once, the first one wins
+batches/<batch_id>/runs/<run>/end.json        how the run ended; created once, the first one wins
+batches/<batch_id>/output.jsonl               all rows, in the input's order
+batches/<batch_id>/errors.jsonl               the failed ones among them
+digests/<digest>                              id of the newest batch of this digest: the same submit attaches to it
 """
 
 from __future__ import annotations

@@ -24,13 +24,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-import redis
 from redis.exceptions import NoScriptError
 
 from common import keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+
+    import redis
 
 #: Rows that are read in one slice while a shard is sealed.
 SLICE = 500
@@ -292,7 +293,7 @@ class Ledger:
 
     def progress(self, batch_id: str, run: int) -> Progress | None:
         """Where a run stands, or None when Redis does not know it."""
-        head: dict[bytes, bytes] = self._client.hgetall(keys.head(batch_id, run))
+        head: Any = self._client.hgetall(keys.head(batch_id, run))
         if not head:
             return None
 
@@ -318,7 +319,8 @@ class Ledger:
         """The recorded rows of a shard in order, read in slices; None where a row is missing."""
         key = keys.rows(batch_id, run, shard)
         for start in range(0, len(indexes), SLICE):
-            yield from self._client.hmget(key, [str(index) for index in indexes[start : start + SLICE]])
+            values: Any = self._client.hmget(key, [str(index) for index in indexes[start : start + SLICE]])
+            yield from values
 
     def mark_sealed(self, batch_id: str, run: int, shard: int) -> None:
         """Note that the shard's part exists. From now on its rows are dropped and its deliveries answered as done."""
@@ -368,12 +370,18 @@ class Ledger:
             pipe.zrem(keys.WORKERS, worker_id)
             pipe.execute()
 
+    def forget_all_workers(self) -> None:
+        """Remove every heartbeat, on a broker whose workers are known to be gone."""
+        members: Any = self._client.zrange(keys.WORKERS, 0, -1)
+        self._client.delete(keys.WORKERS, *(keys.worker(member.decode()) for member in members))
+
     def workers(self) -> list[WorkerBeat]:
         """The live workers. Dead ones are dropped from the index on the way."""
-        ids = [member.decode() for member in self._client.zrange(keys.WORKERS, 0, -1)]
+        members: Any = self._client.zrange(keys.WORKERS, 0, -1)
+        ids = [member.decode() for member in members]
         if not ids:
             return []
-        values = self._client.mget([keys.worker(worker_id) for worker_id in ids])
+        values: Any = self._client.mget([keys.worker(worker_id) for worker_id in ids])
         dead = [worker_id for worker_id, value in zip(ids, values, strict=True) if value is None]
         if dead:
             self._client.zrem(keys.WORKERS, *dead)

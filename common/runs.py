@@ -142,9 +142,7 @@ def state_of(store: ObjectStore, ledger: Ledger | None, manifest: Manifest, run:
         usage = Usage(prompt_tokens=tally.prompt_tokens, completion_tokens=tally.completion_tokens)
         return BatchState(manifest, BatchStatus.IN_PROGRESS, counts, usage, known=False)
     status = BatchStatus.FINALIZING if progress.finished >= progress.total else BatchStatus.IN_PROGRESS
-    counts = RequestCounts(
-        total=manifest.total, completed=progress.finished - progress.failed, failed=progress.failed
-    )
+    counts = RequestCounts(total=manifest.total, completed=progress.finished - progress.failed, failed=progress.failed)
     usage = Usage(prompt_tokens=progress.prompt_tokens, completion_tokens=progress.completion_tokens)
     return BatchState(manifest, status, counts, usage)
 

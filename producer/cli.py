@@ -20,7 +20,7 @@ import redis
 from common import broker, layout
 from common.batch import CLOSED, BatchStatus, batch_object, dumps
 from common.dispatch import republish
-from common.errors import FleetError, InputRefusedError, StoreUnavailableError, UsageError
+from common.errors import FleetError, InputRefusedError, UsageError
 from common.ledger import Ledger
 from common.runs import BatchState, read_manifest, state_of
 from common.settings import GPU_QUEUE, FleetSettings, load
@@ -135,9 +135,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _interrupt(number: int, _: object) -> None:
-    # A second one must not interrupt the ending of a local fleet.
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)
+    # Every time, not only at first: an exception that is raised inside a finalizer is lost.
     raise Interrupted(number)
 
 
@@ -167,9 +165,7 @@ def _submit(options: argparse.Namespace, flags: list[str]) -> int:
     output = options.output or default_output(name)
     check_destinations(name, output, options.errors)
     with intake.staged(name) as path, Progress() as progress:
-        checked = intake.check(
-            name, path, on_lines=lambda lines: progress.note(f"validating ({lines} lines)")
-        )
+        checked = intake.check(name, path, on_lines=lambda lines: progress.note(f"validating ({lines} lines)"))
         store = open_store(settings.store)
         digest = intake.batch_digest(checked, _rows_depend_on(options, flags))
         attached = None if options.new else control.find_open(store, digest)
@@ -231,10 +227,11 @@ class _Submission:
         self._attached = attached
         self._output = output
         self._started = time.monotonic()
+        self._done_before = 0
 
     def empty(self, progress: Progress) -> int:
-        """A file without requests: its batch is complete without a fleet."""
-        manifest = self._durable(progress, None)
+        """Complete a file without requests, which needs no fleet."""
+        manifest = self._durable(progress, None, None)
         with self._destination() as destination:
             destination.begin()
         return self._finish(progress, state_of(self._store, None, manifest))
@@ -243,12 +240,12 @@ class _Submission:
         """Submit to a running fleet."""
         fleet = control.Fleet.connect(self._settings, self._store)
         if self._options.detach:
-            manifest = self._durable(progress, None)
+            manifest = self._durable(progress, None, fleet.ledger)
             control.start(fleet, manifest)
             _print(manifest.batch_id)
             return EXIT_OK
         with self._destination() as destination:
-            manifest = self._durable(progress, None)
+            manifest = self._durable(progress, None, fleet.ledger)
             destination.begin()
             try:
                 control.start(fleet, manifest)
@@ -280,15 +277,13 @@ class _Submission:
                 with local:
                     settings = self._settings.model_copy(update={"broker_url": local.broker_url})
                     fleet = control.Fleet.connect(settings, self._store)
-                    manifest = self._durable(progress, batch_id)
+                    manifest = self._durable(progress, batch_id, fleet.ledger)
                     if self._attached is not None:
                         _take_up(fleet, manifest)
                     control.start(fleet, manifest)
                     self._wait_for_engine(fleet, local, progress)
                     destination.begin()
-                    state = control.wait(
-                        fleet, manifest, destination, progress, on_poll=lambda: local.check() or ""
-                    )
+                    state = control.wait(fleet, manifest, destination, progress, on_poll=local.check)
                     progress.note("ending the local fleet")
             except Interrupted:
                 progress.say(f"interrupted; the same command goes on with {batch_id} where it stopped")
@@ -298,9 +293,14 @@ class _Submission:
             local.forget()
         return self._finish(progress, state)
 
-    def _durable(self, progress: Progress, batch_id: str | None) -> Manifest:
+    def _durable(self, progress: Progress, batch_id: str | None, ledger: Ledger | None) -> Manifest:
         if self._attached is not None:
-            progress.say(f"{self._attached.batch_id}: attached to the open batch of this file")
+            counts = state_of(self._store, ledger, self._attached).counts
+            self._done_before = counts.completed + counts.failed
+            progress.say(
+                f"{self._attached.batch_id}: attached to the open batch of this file, "
+                f"{self._done_before} of {counts.total} requests done"
+            )
             return self._attached
         manifest = control.write_batch(
             self._store,
@@ -334,13 +334,13 @@ class _Submission:
             destination.close()
 
     def _finish(self, progress: Progress, state: BatchState) -> int:
-        counts, took_s = state.counts, time.monotonic() - self._started
+        counts, took_s = state.counts, max(time.monotonic() - self._started, 0.001)
         done = counts.completed + counts.failed
         progress.update(done=done, total=counts.total, failed=counts.failed, tokens=state.usage.completion_tokens)
         progress.note("")
         progress.say(
             f"{state.manifest.batch_id} {state.status.value}: {counts.completed} ok, {counts.failed} failed, "
-            f"{duration(took_s)}, {done / took_s if took_s else 0:.1f} requests/s -> {self._output}"
+            f"{duration(took_s)}, {(done - self._done_before) / took_s:.1f} requests/s -> {self._output}"
         )
         if self._options.json:
             output, errors = self._output, self._options.errors
@@ -373,7 +373,7 @@ def _check(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def _stored() -> tuple[ObjectStore, Ledger]:
-    """The store and the ledger of the look-at commands. Without FLEET_STORE: the store of local mode, if there is one."""
+    """The store and the ledger of the commands that look; without FLEET_STORE the store of local mode, if any."""
     settings = load(FleetSettings)
     if not settings.store and (state_folder() / layout.BATCHES).is_dir():
         settings = settings.model_copy(update={"store": state_folder().as_uri()})
@@ -465,8 +465,6 @@ def _fetch(options: argparse.Namespace, _: list[str]) -> int:
 
 
 _COMMANDS = {"submit": _submit, "check": _check, "status": _status, "list": _list, "fetch": _fetch}
-
-__all__ = ["StoreUnavailableError", "main"]
 
 if __name__ == "__main__":
     main()

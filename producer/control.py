@@ -86,9 +86,7 @@ class Fleet:
 
     def feeder(self, manifest: Manifest) -> Feeder:
         """A feeder of the batch's first run."""
-        return Feeder(
-            self.app, self.ledger, self.store, manifest, window=self.settings.window, queue=GPU_QUEUE
-        )
+        return Feeder(self.app, self.ledger, self.store, manifest, window=self.settings.window, queue=GPU_QUEUE)
 
 
 def find_open(store: ObjectStore, digest: str) -> Manifest | None:
@@ -155,21 +153,21 @@ def wait(
     destination: Destination | None,
     reporter: Reporter,
     *,
-    on_poll: Callable[[], str] | None = None,
+    on_poll: Callable[[], None] | None = None,
 ) -> BatchState:
     """Wait until the batch is closed, growing the destination in input order meanwhile.
 
-    `on_poll` is called on every look and returns what to tell while nothing is done yet ("" for nothing); what it
-    raises ends the wait.
+    `on_poll` is called on every look; what it raises ends the wait.
     """
     follower = _Follower(fleet.store, manifest, destination)
     hint = _WorkerHint(fleet.ledger)
     while True:
-        extra = on_poll() if on_poll is not None else ""
+        if on_poll is not None:
+            on_poll()
         try:
             state = state_of(fleet.store, fleet.ledger, manifest)
             follower.follow(closed=state.status in CLOSED)
-            note = extra or ("" if state.status is BatchStatus.FINALIZING else hint.look())
+            note = "" if state.status is BatchStatus.FINALIZING else hint.look()
         except (redis.RedisError, StoreUnavailableError) as exc:
             # An outage is not an end: the batch goes on without us, and we look again.
             logger.debug("waiting", exc_info=True)

@@ -21,7 +21,7 @@ import stat
 import sys
 import tempfile
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Self
 
 from common import layout
 from common.batch import BOM, JSON_SPACE, MAX_PROBLEMS, LineError, Manifest, RequestLine, parse_line
@@ -233,7 +233,7 @@ class _SeenIds:
         self._waiting: list[tuple[bytes, int, str]] = []
         self._database = sqlite3.connect("", isolation_level=None)
 
-    def __enter__(self) -> _SeenIds:
+    def __enter__(self) -> Self:
         for statement in (
             "PRAGMA journal_mode = OFF",
             "PRAGMA synchronous = OFF",
@@ -269,4 +269,4 @@ class _SeenIds:
 
 def _shown(custom_id: str) -> str:
     """An id for people: quoted, cut, one line."""
-    return repr(custom_id if len(custom_id) <= 80 else custom_id[:80] + "...")  # noqa: PLR2004 - a line's worth
+    return repr(custom_id if len(custom_id) <= 80 else custom_id[:80] + "...")

@@ -26,6 +26,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -34,10 +35,11 @@ import redis
 
 from common import broker
 from common.errors import FleetError, UsageError
+from common.ledger import Ledger
 from common.settings import AGGREGATE_QUEUE, GPU_QUEUE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from types import TracebackType
 
 #: Seconds for the broker to answer, and for a process to end before it is killed.
@@ -127,7 +129,14 @@ class LocalFleet:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def stop(self) -> None:
-        """End every process: workers first, all at once, then the aggregator, then the broker."""
+        """End every process: workers first, all at once, then the aggregator, then the broker. May be called twice.
+
+        Signals wait meanwhile: an ending that is interrupted would leave processes behind.
+        """
+        with _signals_ignored():
+            self._stop()
+
+    def _stop(self) -> None:
         workers = [process for process in self._processes if process.name.startswith("worker")]
         others = [process for process in reversed(self._processes) if process not in workers]
         for process in workers:
@@ -183,6 +192,7 @@ class LocalFleet:
                 break
         # Messages of a fleet that is gone: nobody will acknowledge them, and what they stood for is sent again.
         client.delete(GPU_QUEUE, AGGREGATE_QUEUE, "unacked", "unacked_index", "unacked_mutex")
+        Ledger(client).forget_all_workers()
         client.close()
 
     def _start(self, name: str, arguments: list[str]) -> None:
@@ -244,6 +254,20 @@ class _Process:
         said = next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), "")
         kind = UsageError if code == UsageError.exit_code else LocalFleetError
         return kind(f"{self.name}: {said}" if said else f"{self.name} died ({how}); its log is {self.log}")
+
+
+@contextlib.contextmanager
+def _signals_ignored() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers, and only it is interrupted
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 # Loaded before any fork: between fork and exec a child may only make system calls.

@@ -39,6 +39,8 @@ def check_destinations(input_path: str, *names: str | None) -> None:
     for name in names:
         if name is None:
             continue
+        if name == "-":
+            raise DestinationError("the output must be a file: - is not one")
         for other, what in seen:
             if _same_file(name, other):
                 raise DestinationError(f"{name} is {what}")

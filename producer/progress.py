@@ -29,7 +29,7 @@ class Rates:
     def add(self, at: float, done: int, tokens: int) -> None:
         """Add a sample taken at `at` (monotonic seconds)."""
         self._samples.append((at, done, tokens))
-        while len(self._samples) > 2 and self._samples[1][0] < at - RATE_WINDOW_S:  # noqa: PLR2004 - a rate needs two
+        while len(self._samples) > 2 and self._samples[1][0] < at - RATE_WINDOW_S:
             self._samples.popleft()
 
     def per_second(self) -> tuple[float, float]:
@@ -45,7 +45,7 @@ class Rates:
 
 def duration(seconds: float) -> str:
     """Seconds for people: 9.3 s, 4:05, 1:02:03."""
-    if seconds < 60:  # noqa: PLR2004 - a minute
+    if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
@@ -96,9 +96,8 @@ class Progress:
         self._rates.add(at, done, tokens)
         requests_s, tokens_s = self._rates.per_second()
         left = f"{duration((total - done) / requests_s)} left" if requests_s and done < total else ""
-        figures = ", ".join(
-            text for text in (f"{failed} failed", f"{requests_s:.1f} requests/s", f"{tokens_s:.0f} tokens/s", left) if text
-        )
+        parts = (f"{failed} failed", f"{requests_s:.1f} requests/s", f"{tokens_s:.0f} tokens/s", left)
+        figures = ", ".join(part for part in parts if part)
         if self._bar is not None:
             self._bar.update(done, total, figures)
         elif done and (self._last_line is None or at - self._last_line >= PLAIN_INTERVAL_S) and done < total:

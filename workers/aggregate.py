@@ -79,9 +79,7 @@ class Aggregator:
         """Publish what the window allows; returns how many shards. A run that Redis lost is restored first."""
         manifest = self._manifest(batch_id)
         restore(self._store, self._ledger, manifest, run=run, window=self._window)
-        feeder = Feeder(
-            self._app, self._ledger, self._store, manifest, run=run, window=self._window, queue=self._queue
-        )
+        feeder = Feeder(self._app, self._ledger, self._store, manifest, run=run, window=self._window, queue=self._queue)
         return feeder.feed()
 
     def _rows(self, batch_id: str, run: int, shard: Shard) -> Iterator[bytes]:

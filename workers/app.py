@@ -57,7 +57,7 @@ def make_engine(settings: WorkerSettings) -> Engine:
 
 
 class FleetApp:
-    """What hangs on the worker's Celery app, made when first needed: the aggregator needs no engine, workers no store."""
+    """What hangs on the worker's Celery app, made when first needed: an aggregator has no engine, a worker no store."""
 
     def __init__(self, app: Celery, settings: WorkerSettings) -> None:
         self._app = app
@@ -109,7 +109,6 @@ def make_worker_app(settings: WorkerSettings) -> WorkerApp:
     return app
 
 
-@signals.setup_logging.connect(weak=False)
 def configure_logging(loglevel: int = logging.INFO, **_: Any) -> None:
     """Log to stderr, one line per event. Replaces Celery's set-up, which would take vLLM's handlers over.
 
@@ -124,5 +123,7 @@ def configure_logging(loglevel: int = logging.INFO, **_: Any) -> None:
     for name in ("celery.worker.strategy", "celery.app.trace", "kombu"):
         logging.getLogger(name).setLevel(max(loglevel, logging.WARNING))
 
+
+signals.setup_logging.connect(configure_logging, weak=False)
 
 app = make_worker_app(load(WorkerSettings))

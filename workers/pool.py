@@ -74,20 +74,22 @@ class TaskPool(BasePool):  # type: ignore[misc]  # Celery has no types
         self._coroutines: set[asyncio.Task[None]] = set()
         self._finishers = ThreadPoolExecutor(2, thread_name_prefix="fleet-finish")
         self._accept = prepare_accept_content(self.app.conf.accept_content)
-        self.host: EngineHost = self.app.fleet.make_host()
         self.drain_s: float = self.app.fleet.settings.drain_s
-        ready = self.host.start()
+        try:
+            self.host: EngineHost = self.app.fleet.make_host()
+            self._wait_until_ready(self.host.start())
+        except FleetError as exc:
+            print(f"error: {exc}", file=sys.stderr, flush=True)
+            raise SystemExit(exc.exit_code) from None
+        self.limit = self.host.inflight
+
+    @staticmethod
+    def _wait_until_ready(ready: Future[None]) -> None:
         while True:
             try:
-                ready.result(0.25)
+                return ready.result(0.25)
             except TimeoutError:
                 state.maybe_shutdown()
-            except FleetError as exc:
-                print(f"error: {exc}", file=sys.stderr, flush=True)
-                raise SystemExit(exc.exit_code) from None
-            else:
-                break
-        self.limit = self.host.inflight
 
     def on_apply(
         self,
@@ -101,9 +103,7 @@ class TaskPool(BasePool):  # type: ignore[misc]  # Celery has no types
         """Run one request. `args` is (task name, id, request, body, content type, content encoding)."""
         task = self.app.tasks[args[0]]
         if not inspect.iscoroutinefunction(task.run):
-            return _Result(
-                self._finishers.submit(apply_target, target, args, kwargs, callback, accept_callback)
-            )
+            return _Result(self._finishers.submit(apply_target, target, args, kwargs, callback, accept_callback))
         coroutine = self._run(task, args, callback, accept_callback)
         return _Result(asyncio.run_coroutine_threadsafe(coroutine, self.host.loop))
 
@@ -131,7 +131,7 @@ class TaskPool(BasePool):  # type: ignore[misc]  # Celery has no types
             receipt: Any = None
             try:
                 receipt = await task.run(*positional, **keywords)
-            except Exception as exc:  # noqa: BLE001 - the outermost loop of a delivery
+            except Exception as exc:
                 logger.error("delivery %s failed by a fault of the fleet: %s", task_id, type(exc).__name__)
                 logger.debug("delivery %s", task_id, exc_info=True)
                 await asyncio.sleep(HAND_BACK_WAIT_S)
@@ -165,7 +165,7 @@ class TaskPool(BasePool):  # type: ignore[misc]  # Celery has no types
                     outcome = (True, ExceptionInfo(), runtime_s)
             if callback is not None:
                 callback(outcome)
-        except Exception as exc:  # noqa: BLE001 - the outermost loop of a delivery
+        except Exception as exc:
             # The row is recorded; the message comes back after the visibility timeout and is answered as done.
             logger.error("delivery %s not acknowledged: %s", task_id, type(exc).__name__)
             logger.debug("delivery %s", task_id, exc_info=True)

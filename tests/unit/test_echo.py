@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import json
 import os
 import signal
 import struct
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -359,7 +361,7 @@ def test_a_refusal_names_the_field(body: dict[str, Any], expected: str) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, None])
-def test_a_request_that_does_not_stream_may_say_so(stream: bool | None) -> None:  # noqa: FBT001 - a parameter
+def test_a_request_that_does_not_stream_may_say_so(stream: bool | None) -> None:
     """Only `true` is refused."""
     assert answer(chat(stream=stream))[0].failure is None
 
@@ -610,6 +612,30 @@ def test_a_hanging_request_ends_by_cancellation_only() -> None:
             await task
         assert (await engine.run(Request(chat()))).failure is None
 
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_request_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a timer nor a place among those that wait: a worker cancels many in its life."""
+    waiters: list[weakref.ref[Any]] = []
+    call_later = asyncio.BaseEventLoop.call_later
+
+    def note(loop: Any, delay: float, callback: Any, waiter: Any) -> Any:
+        waiters.append(weakref.ref(waiter))
+        return call_later(loop, delay, callback, waiter)
+
+    async def scenario() -> None:
+        engine = EchoEngine(MODEL, latency_s=3600)
+        task = asyncio.create_task(engine.run(Request(chat())))
+        await _settle()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        del task
+        await _settle()  # The loop itself holds what it calls until its next turn.
+        gc.collect()
+        assert [waiter() for waiter in waiters] == [None]
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "call_later", note)
     asyncio.run(scenario())
 
 

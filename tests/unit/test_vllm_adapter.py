@@ -561,7 +561,7 @@ def test_engines_on_one_host_share_its_memory_and_cores() -> None:
     one, half = cpu_args(), cpu_args()
     fit_cpu(one, alone)
     fit_cpu(half, shared)
-    assert (one.kv_cache_memory_bytes, half.kv_cache_memory_bytes) == (2 * GIB, GIB)
+    assert (one.kv_cache_memory_bytes, half.kv_cache_memory_bytes) == (GIB, GIB // 2)
     assert (alone["OMP_NUM_THREADS"], shared["OMP_NUM_THREADS"]) == ("8", "4")
     assert alone["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
 
@@ -609,12 +609,14 @@ def test_a_senseless_number_of_workers_is_refused(text: str) -> None:
         fit_cpu(cpu_args(), {"FLEET_WORKERS_ON_HOST": text})
 
 
-def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=8 * GIB))
-    monkeypatch.setattr("workers.engine.vllm.import_module", lambda name: memory)
-    assert available_bytes(tmp_path) == 8 * GIB
-    (tmp_path / "memory.current").write_text(f"{GIB}\n")
-    (tmp_path / "memory.max").write_text("max\n")
-    assert available_bytes(tmp_path) == 8 * GIB
-    (tmp_path / "memory.max").write_text(f"{3 * GIB}\n")
-    assert available_bytes(tmp_path) == 2 * GIB
+def test_memory_is_counted_as_vllm_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = {
+        "vllm.utils.cpu_resource_utils": SimpleNamespace(
+            get_memory_node_info=lambda node: SimpleNamespace(available_memory=3 * GIB)
+        ),
+        "psutil": SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=8 * GIB)),
+    }
+    monkeypatch.setattr("workers.engine.vllm.import_module", modules.__getitem__)
+    assert available_bytes() == 3 * GIB
+    modules["vllm.utils.cpu_resource_utils"] = SimpleNamespace()
+    assert available_bytes() == 8 * GIB

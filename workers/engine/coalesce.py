@@ -47,9 +47,7 @@ class Coalescer(Generic[Item, Answer]):
             while self._waiting:
                 batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
                 try:
-                    answers = await loop.run_in_executor(
-                        self._executor, self._call_many, [item for item, _ in batch]
-                    )
+                    answers = await loop.run_in_executor(self._executor, self._call_many, [item for item, _ in batch])
                 except Exception as exc:  # noqa: BLE001 - belongs to the callers, whatever it is
                     for _, answer in batch:
                         if not answer.done():

@@ -22,6 +22,7 @@ import time
 import uuid
 from dataclasses import dataclass
 from hashlib import shake_128
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
@@ -485,7 +486,9 @@ def _wake(waiter: asyncio.Future[None]) -> None:
 
 def _failed(custom_id: str, failure: Failure, *, status: int | None = None, param: str | None = None) -> Reply:
     status = failure.kind.status if status is None else status
-    type_ = _ERROR_TYPES.get(status, "BadRequestError" if status < 500 else "InternalServerError")
+    type_ = _ERROR_TYPES.get(
+        status, "BadRequestError" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "InternalServerError"
+    )
     answered = http_error(failure, type_=type_, param=param, code=status)
     return Reply(failed_row(custom_id, failure, answered=answered, status_code=status, prefix="echo"), failure.kind)
 

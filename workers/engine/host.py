@@ -269,19 +269,15 @@ class EngineHost:
             return await self.engine.run(request)
         except (asyncio.CancelledError, EngineDeadError, EngineAbortedError):
             raise
-        except BaseException as exc:  # noqa: BLE001 - a request must not take the loop, and so its neighbours, along
+        except BaseException as exc:
             if self.engine.errored:
                 raise EngineDeadError from exc
             # Only the type: an engine's message may quote the prompt.
-            failure = Failure(
-                FailureKind.INTERNAL_ERROR, f"the engine raised {type(exc).__name__} on this request"
-            )
+            failure = Failure(FailureKind.INTERNAL_ERROR, f"the engine raised {type(exc).__name__} on this request")
             logger.error("the engine raised %s on a request", type(exc).__name__)
             return Reply(failed_row(custom_id_of(request.line), failure), failure.kind)
 
-    async def _until_known(
-        self, at: Address, ask: Callable[[], Coroutine[Any, Any, Begun | Recorded]]
-    ) -> Any:
+    async def _until_known(self, at: Address, ask: Callable[[], Coroutine[Any, Any, Begun | Recorded]]) -> Any:
         """Ask the ledger until it answers and knows the run. Ends by cancellation only: nothing is lost meanwhile."""
         wait_s = 0.1
         while True:

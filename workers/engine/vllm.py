@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import inspect
 import logging
 import os
@@ -56,8 +57,8 @@ WORKERS_ENV = "FLEET_WORKERS_ON_HOST"
 GIB = 1024**3
 
 #: The KV cache of a CPU engine that nobody sized: this part of its share of the free memory, within these bounds.
-#: The rest is for the weights and for what else runs here.
-KV_SHARE = 1 / 4
+#: The rest is for the weights and for what else runs here, and every GiB makes the start some seconds longer.
+KV_SHARE = 1 / 8
 KV_MIN_BYTES, KV_MAX_BYTES = GIB // 8, 4 * GIB
 
 #: What one line's validation may say: a union of message types answers one typing error with a dozen of its own.
@@ -148,6 +149,7 @@ class VllmEngine:
             async with open_engine(self._model, self._engine_args) as serving:
                 if not ready.done():
                     ready.set_result(serving)
+                del serving
                 await self._stopping.wait()
         except asyncio.CancelledError:
             if not ready.done():
@@ -157,6 +159,9 @@ class VllmEngine:
                 ready.set_exception(exc)
             else:
                 log.warning("vLLM did not close cleanly: %s", type(exc).__name__)
+        finally:
+            # vLLM's client is part of cycles; left to the interpreter's exit its __del__ prints a traceback there.
+            gc.collect()
 
 
 # -- starting ---------------------------------------------------------------------------------------------------------
@@ -282,14 +287,16 @@ def kv_cache_bytes(available: int, workers: int) -> int:
     return max(KV_MIN_BYTES, min(KV_MAX_BYTES, int(available / workers * KV_SHARE)))
 
 
-def available_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory that this process can still take: the machine's, and within it the container's (cgroup v2)."""
-    available = int(import_module("psutil").virtual_memory().available)
-    # "max" where there is no limit, and no such files outside a container or with cgroup v1.
-    with contextlib.suppress(OSError, ValueError):
-        limit = int((cgroup / "memory.max").read_text())
-        available = min(available, limit - int((cgroup / "memory.current").read_text()))
-    return max(0, available)
+def available_bytes() -> int:
+    """Memory that an engine can still take, by vLLM's reckoning: the memory node's, within the container's limit.
+
+    vLLM refuses a KV cache that is larger (vLLM 0.32, v1/worker/cpu_worker.py), also where the machine has more.
+    """
+    try:
+        node = import_module("vllm.utils.cpu_resource_utils").get_memory_node_info(0)
+        return int(node.available_memory)
+    except (ImportError, AttributeError):  # run with vLLM 0.32 alone: it may lie elsewhere in others
+        return int(import_module("psutil").virtual_memory().available)
 
 
 def cores() -> int:
