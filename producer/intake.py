@@ -149,7 +149,7 @@ def write_batch(
                     pending = next(lines, None)
             counts.append(count)
             written += count
-            if on_lines is not None:
+            if on_lines is not None and written >= _REPORT_EVERY:
                 on_lines(written)
     if again.hexdigest() != checked.sha256:
         raise InputRefusedError([f"{checked.name}: the file changed while it was read"], 1)

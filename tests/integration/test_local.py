@@ -1,0 +1,252 @@
+"""`producer submit --local`: a whole fleet on this machine that is gone with the command, however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import redis
+
+from common import layout
+from common.store import LocalStore
+from tests.conftest import CASES
+from tests.invariants import assert_complete, assert_prefix, chat_line, chat_lines, input_lines
+from tests.servers import MODEL, wait_until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.servers import Process, Result, Workplace
+
+ECHO = ("--local", "--engine", "echo", "--model", MODEL)
+
+#: Fast requests that fill the first shards, slow ones behind them: an interruption finds some parts and some not.
+SLOW_S = 1.5
+
+
+def half_slow(slow_s: float = SLOW_S) -> list[str]:
+    return [*chat_lines(48), *(chat_line(f"slow{n}", f"slow text {n}", echo={"latency_s": slow_s}) for n in range(32))]
+
+
+def rows_in(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def assert_one_sentence(result: Result) -> str:
+    """The reason is one line for people; returns it."""
+    assert "Traceback" not in result.stderr
+    said = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1, result.stderr
+    return said[0]
+
+
+def worker_pids(workplace: Workplace) -> list[int]:
+    return [process.pid for process in workplace.alive() if process.cmdline()[1:4] == ["-m", "workers", "serve"]]
+
+
+def local_folders(workplace: Workplace) -> list[str]:
+    """The folders of local brokers that are kept for the same command to go on with."""
+    folder = workplace.state / "batch-fleet" / "local"
+    return [path.name for path in folder.iterdir()] if folder.exists() else []
+
+
+def local_broker(workplace: Workplace) -> redis.Redis:
+    """A client of the running local broker."""
+    (path,) = workplace.temp.glob("fleet-*/broker.sock")
+    return redis.Redis(unix_socket_path=str(path))
+
+
+def test_a_plain_file_comes_back_whole_and_in_order_and_nothing_stays_behind(workplace: Workplace) -> None:
+    output = workplace.folder / "out.jsonl"
+
+    result = workplace.producer("submit", str(CASES / "base40.jsonl"), *ECHO, "-o", str(output))
+
+    assert result.code == 0, result.stderr
+    assert result.stdout == b""
+    assert_complete(input_lines(CASES / "base40.jsonl"), output.read_bytes())
+    assert "40 ok, 0 failed" in result.stderr
+    workplace.assert_nothing_left()
+    assert local_folders(workplace) == []
+
+
+def test_options_of_run_batch_are_taken_and_the_output_has_a_default_name(workplace: Workplace) -> None:
+    path = workplace.write("in.jsonl", chat_lines(3))
+
+    result = workplace.producer("submit", "-i", str(path), *ECHO)
+
+    assert result.code == 0, result.stderr
+    assert_complete(input_lines(path), (workplace.folder / "in.out.jsonl").read_bytes())
+
+
+def interrupted(workplace: Workplace, path: Path, output: Path, number: signal.Signals) -> Process:
+    """A submit that got the signal once part of the output was there and slow requests were running."""
+    process = workplace.start_producer("submit", str(path), *ECHO, "-o", str(output))
+    wait_until(lambda: rows_in(output) >= 16 or not process.running, 60, "the first shard is in the output")
+    process.send(number)
+    return process
+
+
+def test_ctrl_c_ends_everything_and_the_same_command_goes_on(workplace: Workplace) -> None:
+    lines = half_slow()
+    path, output = workplace.write("in.jsonl", lines), workplace.folder / "out.jsonl"
+
+    first = interrupted(workplace, path, output, signal.SIGINT).wait(30)
+
+    assert first.code == 130, first.stderr
+    assert "Traceback" not in first.stderr
+    workplace.assert_nothing_left()
+    assert 16 <= assert_prefix(lines, output.read_bytes()) < len(lines)
+    (batch_id,) = local_folders(workplace)
+    assert batch_id in first.stderr
+
+    second = workplace.producer("submit", str(path), *ECHO, "-o", str(output))
+
+    assert second.code == 0, second.stderr
+    assert batch_id in second.stderr
+    assert_complete(lines, output.read_bytes())
+    assert local_folders(workplace) == []
+
+
+def test_a_second_ctrl_c_does_not_leave_processes_behind(workplace: Workplace) -> None:
+    path, output = workplace.write("in.jsonl", half_slow(5.0)), workplace.folder / "out.jsonl"
+
+    process = interrupted(workplace, path, output, signal.SIGINT)
+    process.send(signal.SIGINT)
+
+    assert process.wait(30).code == 130
+    workplace.assert_nothing_left()
+
+
+def test_sigterm_ends_everything(workplace: Workplace) -> None:
+    lines = half_slow(5.0)
+    path, output = workplace.write("in.jsonl", lines), workplace.folder / "out.jsonl"
+
+    result = interrupted(workplace, path, output, signal.SIGTERM).wait(30)
+
+    assert result.code == 143, result.stderr
+    workplace.assert_nothing_left()
+    assert_prefix(lines, output.read_bytes())
+
+
+def test_a_producer_that_is_killed_takes_its_fleet_along_and_the_same_command_goes_on(workplace: Workplace) -> None:
+    lines = half_slow()
+    path, output = workplace.write("in.jsonl", lines), workplace.folder / "out.jsonl"
+
+    interrupted(workplace, path, output, signal.SIGKILL).wait(5)
+
+    wait_until(lambda: not workplace.alive(), 30, "processes of a killed producer end")
+    for folder in workplace.temp.glob("fleet-*"):  # Nobody is left to remove it.
+        (folder / "broker.sock").unlink(missing_ok=True)
+        folder.rmdir()
+    assert_prefix(lines, output.read_bytes())
+
+    second = workplace.producer("submit", str(path), *ECHO, "-o", str(output))
+
+    assert second.code == 0, second.stderr
+    assert_complete(lines, output.read_bytes())
+
+
+def test_an_engine_that_cannot_start_is_one_sentence_and_touches_nothing(workplace: Workplace) -> None:
+    path, output = workplace.write("in.jsonl", chat_lines(3)), workplace.folder / "out.jsonl"
+    output.write_bytes(b"kept\n")
+
+    result = workplace.producer("submit", str(path), *ECHO, "-o", str(output), "--", "--no-such-flag")
+
+    assert result.code == 2, result.stderr
+    assert "--no-such-flag" in assert_one_sentence(result)
+    assert output.read_bytes() == b"kept\n"
+    workplace.assert_nothing_left()
+
+
+def test_a_worker_that_is_killed_ends_the_command_and_the_same_command_completes(workplace: Workplace) -> None:
+    lines = half_slow(2.0)
+    path, output = workplace.write("in.jsonl", lines), workplace.folder / "out.jsonl"
+    process = workplace.start_producer("submit", str(path), *ECHO, "-o", str(output))
+    wait_until(lambda: rows_in(output) >= 16 or not process.running, 60, "the first shard is in the output")
+
+    (pid,) = worker_pids(workplace)
+    os.kill(pid, signal.SIGKILL)
+    first = process.wait(30)
+
+    assert first.code == 1, first.stderr
+    assert "worker-1" in assert_one_sentence(first)
+    workplace.assert_nothing_left()
+    assert_prefix(lines, output.read_bytes())
+
+    second = workplace.producer("submit", str(path), *ECHO, "-o", str(output))
+
+    assert second.code == 0, second.stderr
+    assert_complete(lines, output.read_bytes())
+
+
+def test_a_batch_that_was_sealed_but_not_assembled_is_finished_by_the_same_command(workplace: Workplace) -> None:
+    """Given every part exists but the run has no end, as after a kill in between, the same command must not wait."""
+    path, output = workplace.write("in.jsonl", chat_lines(20)), workplace.folder / "out.jsonl"
+    command = ("submit", str(path), *ECHO, "-o", str(output))
+    assert workplace.producer(*command).code == 0
+    store = LocalStore(workplace.state / "batch-fleet")
+    (batch_id,) = store.names(layout.BATCHES)
+    (store.root / layout.end(batch_id, 1)).unlink()
+
+    process = workplace.start_producer(*command)
+    try:
+        result = process.wait(20)
+    finally:
+        if process.running:
+            process.stop()
+
+    assert result.code == 0, result.stderr
+    assert batch_id in result.stderr
+    assert_complete(input_lines(path), output.read_bytes())
+
+
+def test_a_completed_batch_is_never_reused(workplace: Workplace) -> None:
+    path, output = workplace.write("in.jsonl", chat_lines(2)), workplace.folder / "out.jsonl"
+    command = ("submit", str(path), *ECHO, "-o", str(output))
+
+    results = [workplace.producer(*command) for _ in range(2)]
+
+    assert [result.code for result in results] == [0, 0]
+    assert len(list(LocalStore(workplace.state / "batch-fleet").names(layout.BATCHES))) == 2
+
+
+def test_two_workers_share_the_work_and_the_output_is_one_in_order(workplace: Workplace) -> None:
+    lines = chat_lines(2000)
+    path, output = workplace.write("in.jsonl", lines), workplace.folder / "out.jsonl"
+    process = workplace.start_producer(
+        "submit", str(path), *ECHO, "--workers", "2", "-o", str(output), "--", "--latency-s", "0.2"
+    )
+    wait_until(lambda: list(workplace.temp.glob("fleet-*/broker.sock")) or not process.running, 30, "a broker")
+    seen: dict[bytes, set[bytes]] = {}
+
+    def look() -> bool:
+        """Note which worker is marked as running which request."""
+        try:
+            for key in client.scan_iter("fleet:*:marks:*"):
+                for index, mark in client.hgetall(key).items():
+                    seen.setdefault(mark.partition(b"/")[0], set()).add(index)
+        except redis.RedisError:
+            pass  # the broker is starting, or gone
+        return not process.running
+
+    with local_broker(workplace) as client:
+        wait_until(look, 90, "the batch is done")
+
+    result = process.wait(1)
+    assert result.code == 0, result.stderr
+    assert_complete(lines, output.read_bytes())
+    assert len(seen) == 2
+    assert min(len(indexes) for indexes in seen.values()) > 200
+
+
+def test_local_needs_a_model_and_does_not_detach(workplace: Workplace) -> None:
+    path = workplace.write("in.jsonl", chat_lines(1))
+
+    without_model = workplace.producer("submit", str(path), "--local", "--engine", "echo")
+    detached = workplace.producer("submit", str(path), *ECHO, "--detach")
+
+    assert (without_model.code, detached.code) == (2, 2)
+    assert "--model" in assert_one_sentence(without_model)
+    assert "--detach" in assert_one_sentence(detached)
+    assert not (workplace.folder / "in.out.jsonl").exists()
