@@ -252,15 +252,16 @@ class Workplace:
         return found
 
     def sockets(self) -> list[Path]:
-        """Sockets in the folder for temporary files, and the folders that local mode makes for them."""
-        return [path for path in self.temp.rglob("*") if path.is_socket() or path.name.startswith("fleet-")]
+        """Sockets of local brokers, and temporary folders that were made for them."""
+        found = [*self.temp.rglob("*"), *self.state.rglob("*")]
+        return [path for path in found if path.is_socket() or path.name.startswith("fleet-")]
 
     def assert_nothing_left(self) -> None:
         """No process and no socket of what ran here is left."""
         left = {process.pid: process for process in self.alive()}
         names = {pid: " ".join(process.cmdline()[:6]) for pid, process in left.items() if process.is_running()}
         assert not names, f"processes left: {names}"
-        assert not self.sockets(), f"left in the folder for temporary files: {self.sockets()}"
+        assert not self.sockets(), f"sockets left: {self.sockets()}"
 
     def end(self) -> None:
         """Kill what is left, by pid."""
@@ -290,7 +291,7 @@ class FleetServers(Workplace):
 
     def __init__(self, folder: Path, *, port: int = 0, password: str = "", **environment: str) -> None:
         self.store_root = folder / "store"
-        super().__init__(folder, FLEET_STORE=self.store_root.as_uri(), FLEET_DRAIN_S="5", **environment)
+        super().__init__(folder, **{"FLEET_STORE": self.store_root.as_uri(), "FLEET_DRAIN_S": "5", **environment})
         self._stack = ExitStack()
         self.broker = self._stack.enter_context(
             BrokerServer(folder / "b", self.environment, port=port, password=password)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -467,8 +469,6 @@ def test_a_missing_model_folder_is_one_sentence(tmp_path: Path) -> None:
         engine = VllmEngine(str(folder), [])
         with pytest.raises(EngineStartError, match=f"There is no model folder {folder}"):
             await engine.start()
-        with pytest.raises(EngineStartError, match="started before"):
-            await engine.start()
         await engine.stop()
 
     asyncio.run(use())
@@ -481,6 +481,33 @@ def test_a_machine_without_vllm_is_told_so(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("workers.engine.vllm.import_module", import_nothing)
     with pytest.raises(EngineStartError, match=r"not installed.*--engine echo"):
         Vllm.load()
+
+
+def test_an_engine_that_is_stopped_while_it_starts_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A start that hangs ends by `stop`, and never leaves its caller waiting."""
+
+    @contextlib.asynccontextmanager
+    async def hang(*_: Any) -> Any:
+        await asyncio.Event().wait()
+        yield
+
+    monkeypatch.setattr("workers.engine.vllm.open_engine", hang)
+    monkeypatch.setattr(Vllm, "load", lambda: None)
+    monkeypatch.setattr("os.environ", dict(os.environ))
+
+    async def use(turns: int) -> None:
+        engine = VllmEngine(str(tmp_path), [])
+        start = asyncio.create_task(engine.start())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await engine.stop()
+        with pytest.raises(EngineStartError, match="stopped while it started"):
+            await asyncio.wait_for(start, 5)
+        with pytest.raises(EngineStartError, match="started before"):
+            await engine.start()
+
+    for turns in (1, 2, 3, 4):
+        asyncio.run(use(turns))
 
 
 def test_the_engine_processes_own_reason_is_the_sentence(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,6 +86,12 @@ def engine(loop: LoopThread, model_folder: str) -> Iterator[VllmEngine]:
     loop.run(engine.stop())
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_unconfigure() -> None:
+    """Let vLLM 0.32 leave a zmq context unclosed: pytest collects it at its very end, and would call it an error."""
+    warnings.filterwarnings("ignore", "Unclosed context", ResourceWarning)
 
 
 @pytest.hookimpl(trylast=True)

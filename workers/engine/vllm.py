@@ -107,17 +107,20 @@ class VllmEngine:
         """Load the model. Raises `EngineStartError` with one sentence that says what to change."""
         if self._task is not None:
             raise EngineStartError("The engine was started before.")
-        ready: asyncio.Future[Serving] = asyncio.get_running_loop().create_future()
+        refuse_missing_folder(self._model)
+        prepare_environment(self._model, os.environ)
+        # Here and not where the engine is built: the frames that import vLLM 0.32 are kept by something in it, with
+        # their variables. An engine among them would live until the interpreter's exit and print a traceback there.
+        vllm = Vllm.load()
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # One task enters and leaves vLLM's context: `start` and `stop` may be called from different ones.
-        self._task = asyncio.create_task(self._hold(ready), name="vllm-engine")
+        self._task = asyncio.create_task(self._hold(vllm, ready), name="vllm-engine")
+        self._task.add_done_callback(lambda _: _refuse_stopped(ready))
         try:
-            serving = await ready
+            await ready
         except BaseException:
             await self.stop()
             raise
-        self.models = serving.models
-        self.default_inflight = serving.default_inflight
-        self._serving = serving
 
     async def run(self, request: Request) -> Reply:
         """Answer one request; see `workers.engine.Engine.run`."""
@@ -136,39 +139,43 @@ class VllmEngine:
     async def stop(self) -> None:
         """Close the engine and its processes. Requests that still run must have been cancelled before."""
         self._dead = self.errored  # asked now: a closed engine counts as errored too
-        serving, self._serving = self._serving, None
-        self._stopping.set()
         if self._task is None:
             return
-        if serving is None:
+        if self._serving is None:
             self._task.cancel()  # it may hang in a start that never ends; a second call finds it done
+        self._serving = None
+        self._stopping.set()
         await asyncio.wait({self._task})
 
-    async def _hold(self, ready: asyncio.Future[Serving]) -> None:
+    async def _hold(self, vllm: Vllm, ready: asyncio.Future[None]) -> None:
         try:
-            async with open_engine(self._model, self._engine_args) as serving:
+            async with open_engine(vllm, self._model, self._engine_args) as self._serving:
+                self.models = self._serving.models
+                self.default_inflight = self._serving.default_inflight
                 if not ready.done():
-                    ready.set_result(serving)
-                del serving
+                    ready.set_result(None)
                 await self._stopping.wait()
-        except asyncio.CancelledError:
-            if not ready.done():
-                ready.set_exception(EngineStartError("The engine was stopped while it started."))
-        except Exception as exc:  # noqa: BLE001  the outermost loop of this task; it reaches the caller by `ready`
+        except Exception as exc:  # noqa: BLE001 - the outermost loop of this task; it reaches the caller by `ready`
             if not ready.done():
                 ready.set_exception(exc)
             else:
                 log.warning("vLLM did not close cleanly: %s", type(exc).__name__)
         finally:
-            # vLLM's client is part of cycles; left to the interpreter's exit its __del__ prints a traceback there.
-            gc.collect()
+            self._serving = None
+            gc.collect()  # vLLM's engine client is part of cycles; see `start` for what it does at the exit
+
+
+def _refuse_stopped(ready: asyncio.Future[None]) -> None:
+    """Tell a waiting `start` that its engine ended without a word: it was cancelled, perhaps before its first step."""
+    if not ready.done():
+        ready.set_exception(EngineStartError("The engine was stopped while it started."))
 
 
 # -- starting ---------------------------------------------------------------------------------------------------------
 
 
 @contextlib.asynccontextmanager
-async def open_engine(model: str, engine_args: Sequence[str]) -> AsyncIterator[Serving]:
+async def open_engine(vllm: Vllm, model: str, engine_args: Sequence[str]) -> AsyncIterator[Serving]:
     """Start vLLM and yield it serving; close it, and its processes, at the end.
 
     Raises `EngineStartError` for whatever goes wrong before it serves.
@@ -179,7 +186,7 @@ async def open_engine(model: str, engine_args: Sequence[str]) -> AsyncIterator[S
             # Engine processes inherit it when they are started, and no later.
             os.environ[tie.REASON_ENV] = str(reason_file)
             try:
-                serving = await _start_serving(model, engine_args, stack)
+                serving = await _start_serving(vllm, model, engine_args, stack)
             except EngineStartError:
                 raise
             except Exception as exc:
@@ -189,10 +196,9 @@ async def open_engine(model: str, engine_args: Sequence[str]) -> AsyncIterator[S
         yield serving
 
 
-async def _start_serving(model: str, engine_args: Sequence[str], stack: contextlib.AsyncExitStack) -> Serving:
-    refuse_missing_folder(model)
-    prepare_environment(model, os.environ)
-    vllm = Vllm.load()
+async def _start_serving(
+    vllm: Vllm, model: str, engine_args: Sequence[str], stack: contextlib.AsyncExitStack
+) -> Serving:
     args = vllm.parse(model, engine_args)
     if vllm.is_cpu():
         fit_cpu(args, os.environ)
@@ -419,21 +425,23 @@ class Vllm:
 
     @classmethod
     def load(cls) -> Vllm:
-        """Import vLLM: 5 to 7 s. Raises `EngineStartError` when it is missing or of an unknown version."""
+        """Import vLLM: 5 to 7 s. Raises `EngineStartError` when it is missing, broken or of an unknown version."""
         try:
             version = str(import_module("vllm").__version__)
-        except ModuleNotFoundError as exc:
-            if exc.name != "vllm":
-                raise
-            raise EngineStartError(
-                "vLLM is not installed here; install it (pip install 'batch-fleet[vllm]') or take --engine echo."
-            ) from exc
-        # Before the imports, which of an unknown version may not exist.
-        door = door_of(version)
-        run_batch = import_module("vllm.entrypoints.launchers.run_batch")
-        build_client = import_module("vllm.entrypoints.launchers.api_server.entry").build_async_engine_client
+            # Before the other imports, which in an unknown version may not exist.
+            door = door_of(version)
+            run_batch = import_module("vllm.entrypoints.launchers.run_batch")
+            build_client = import_module("vllm.entrypoints.launchers.api_server.entry").build_async_engine_client
+            client_error = import_module("vllm.exceptions").VLLMClientError
+        except (ImportError, AttributeError, RuntimeError, OSError) as exc:
+            if isinstance(exc, ModuleNotFoundError) and exc.name == "vllm":
+                raise EngineStartError(
+                    "vLLM is not installed here; install it (pip install 'batch-fleet[vllm]') or take --engine echo."
+                ) from exc
+            # RuntimeError: torch's, of a torchvision or a driver that does not fit it.
+            raise EngineStartError(f"vLLM cannot be imported: {_first_line(exc)}.") from exc
         check_functions(version, door, run_batch, build_client)
-        return cls(version, door, run_batch, build_client, import_module("vllm.exceptions").VLLMClientError)
+        return cls(version, door, run_batch, build_client, client_error)
 
     def is_cpu(self) -> bool:
         """Whether vLLM computes on the CPU, by its own judgement."""

@@ -1,0 +1,308 @@
+"""What the fleet assumes of Celery 5.7 and kombu 5.7, on a real server. Read it before the pins are moved."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from celery.app.task import Context
+from celery.concurrency.base import BasePool
+from celery.worker.request import Request, create_request_cls
+from kombu.exceptions import ContentDisallowed
+from kombu.serialization import dumps, loads, prepare_accept_content, registry
+
+from common import broker, layout
+from common.batch import Shard
+from common.dispatch import publish_shard, republish
+from common.store import LocalStore
+from producer import control, intake
+from tests.invariants import chat_line, chat_lines
+from tests.servers import BrokerServer, free_port
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from celery import Celery
+
+    from common.batch import Manifest
+
+#: Lines that a JSON library on the way would change: escapes, floats, nulls, key order, repeated and unknown keys.
+AWKWARD = [
+    chat_line("é–日本 🙂", "العربية \u2028 e\u0301", z=None, a=1),
+    r'{"custom_id":"esc","method":"POST","url":"u","body":{"x":"\u00e9\ud83d\ude42\u0000\/","f":1.0,"g":1e5,"h":-0.0}}',
+    '{ "body" : {"t":0.10, "big":12345678901234567890123, "same":1, "same":2},"url":"u", "method":"POST","custom_id":"o"}',
+]
+SENTINEL = "sentinel-in-a-prompt"
+
+
+@pytest.fixture(params=["socket", "tcp"])
+def app(request: pytest.FixtureRequest, server: str, tmp_path: Path) -> Iterator[Celery]:
+    """The fleet's app over a server that listens on a socket, and on TCP."""
+    port = free_port() if request.param == "tcp" else 0
+    with BrokerServer(tmp_path / "b", {"PATH": ""}, port=port) as started:
+        made = broker.make_app(started.url)
+        made.test_server = started
+        yield made
+        made.backend.client.connection_pool.disconnect()
+        made.pool.force_close_all()
+        made.close()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+def durable(store: LocalStore, folder: Path, lines: list[str]) -> Manifest:
+    """A batch of these lines, in one shard."""
+    path = folder / "in.jsonl"
+    path.write_bytes("".join(f"{line}\n" for line in lines).encode())
+    checked = intake.check("in.jsonl", str(path))
+    return control.write_batch(store, checked, digest="0" * 64, max_shard_size=1000)
+
+
+def queued(app: Celery, queue: str) -> list[dict[str, Any]]:
+    """The messages of a queue, in the order in which they will be taken, with `body` read."""
+    messages = [json.loads(raw) for raw in reversed(app.test_server.client.lrange(queue, 0, -1))]
+    return [{**message, "body": json.loads(message["body"])} for message in messages]
+
+
+def published(app: Celery, store: LocalStore, folder: Path, lines: list[str]) -> list[dict[str, Any]]:
+    manifest = durable(store, folder, lines)
+    publish_shard(app, store, manifest, manifest.shard(0), queue="gpu")
+    return queued(app, "gpu")
+
+
+def finish(app: Celery, message: dict[str, Any], receipt: int = broker.RECEIPT) -> None:
+    """Count a header message as done, as the pool does it."""
+    _, _, embed = message["body"]
+    context = Context({**message["headers"], **embed})
+    app.backend.mark_as_done(message["headers"]["id"], receipt, context, store_result=False)
+
+
+def test_the_versions_are_those_that_were_read() -> None:
+    assert metadata.version("celery").startswith("5.7.")
+    assert metadata.version("kombu").startswith("5.7.")
+
+
+def test_a_shard_is_published_in_order_with_its_chord(app: Celery, store: LocalStore, tmp_path: Path) -> None:
+    messages = published(app, store, tmp_path, chat_lines(5))
+
+    assert [message["body"][1]["index"] for message in messages] == [0, 1, 2, 3, 4]
+    assert [message["headers"]["group_index"] for message in messages] == [0, 1, 2, 3, 4]
+    assert {message["headers"]["task"] for message in messages} == {broker.RUN_REQUEST}
+    assert len({message["headers"]["group"] for message in messages}) == 1
+    assert len({message["headers"]["id"] for message in messages}) == 5
+    assert all(message["body"][2]["chord"]["task"] == broker.SEAL_SHARD for message in messages)
+    assert app.test_server.client.llen("aggregate") == 0
+
+
+def test_the_ids_of_a_shard_derive_from_its_place(app: Celery, store: LocalStore, tmp_path: Path) -> None:
+    manifest = durable(store, tmp_path, chat_lines(3))
+    for _ in range(2):
+        publish_shard(app, store, manifest, manifest.shard(0), queue="gpu")
+
+    ids = [message["headers"]["id"] for message in queued(app, "gpu")]
+
+    assert ids[:3] == ids[3:]
+
+
+def test_the_body_of_a_chord_is_sent_once_however_often_its_tasks_are_counted(
+    app: Celery, store: LocalStore, tmp_path: Path
+) -> None:
+    messages = published(app, store, tmp_path, chat_lines(4))
+    for message in (messages[0], messages[0], messages[1], messages[1], messages[0], messages[2]):
+        finish(app, message)
+    assert queued(app, "aggregate") == []
+
+    finish(app, messages[3])
+
+    (body,) = queued(app, "aggregate")
+    assert body["headers"]["task"] == broker.SEAL_SHARD
+    batch_id = messages[0]["body"][1]["batch_id"]
+    assert body["body"][1] == {"batch_id": batch_id, "run": 1, "shard": 0}
+    for message in messages:
+        finish(app, message)
+        finish(app, message, receipt=2)
+    assert len(queued(app, "aggregate")) == 1
+
+
+def test_a_shard_of_one_request_has_a_chord_too(app: Celery, store: LocalStore, tmp_path: Path) -> None:
+    (message,) = published(app, store, tmp_path, chat_lines(1))
+
+    finish(app, message)
+
+    assert len(queued(app, "aggregate")) == 1
+
+
+def test_a_chord_leaves_no_key_without_a_ttl(app: Celery, store: LocalStore, tmp_path: Path) -> None:
+    for message in published(app, store, tmp_path, chat_lines(2)):
+        finish(app, message)
+
+    client = app.test_server.client
+    assert [key for key in client.scan_iter("celery-task*") if client.ttl(key) == -1] == []
+
+
+def test_republished_requests_are_plain_tasks_with_fresh_ids(app: Celery, store: LocalStore, tmp_path: Path) -> None:
+    manifest = durable(store, tmp_path, chat_lines(4))
+
+    for _ in range(2):
+        republish(app, store, manifest, manifest.shard(0), {1, 3}, queue="gpu")
+
+    messages = queued(app, "gpu")
+    assert [message["body"][1]["index"] for message in messages] == [1, 3, 1, 3]
+    assert len({message["headers"]["id"] for message in messages}) == 4
+    assert not any(message["body"][2]["chord"] or message["headers"]["group"] for message in messages)
+
+
+def test_a_shard_without_missing_requests_is_sent_to_be_sealed(app: Celery, store: LocalStore, tmp_path: Path) -> None:
+    manifest = durable(store, tmp_path, chat_lines(4))
+
+    republish(app, store, manifest, manifest.shard(0), set(), queue="gpu")
+
+    (message,) = queued(app, "aggregate")
+    assert message["headers"]["task"] == broker.SEAL_SHARD
+    assert queued(app, "gpu") == []
+
+
+def test_publishing_is_really_batched(app: Celery) -> None:
+    client = app.test_server.client
+
+    with app.producer_pool.acquire(block=True) as producer:
+        assert producer.supports_batch_publish
+        with producer.batch(max_size=3):
+            for number in range(4):
+                app.send_task(
+                    "t", kwargs={"n": number}, producer=producer, queue="gpu", ignore_result=True, retry=False
+                )
+                assert client.llen("gpu") == (3 if number >= 2 else 0)
+        assert producer.supports_batch_publish
+
+    assert client.llen("gpu") == 4
+
+
+def test_a_line_travels_as_the_very_string(app: Celery, store: LocalStore, tmp_path: Path) -> None:
+    messages = published(app, store, tmp_path, AWKWARD)
+
+    assert [message["body"][1]["line"] for message in messages] == AWKWARD
+    with app.connection_for_read() as connection, connection.channel() as channel:
+        for line in AWKWARD:
+            message = app.amqp.queues["gpu"](channel).get(no_ack=True)
+            _, keywords, _ = loads(message.body, message.content_type, message.content_encoding, accept={"application/json"})
+            assert keywords["line"] == line
+
+
+def test_no_header_of_a_message_holds_the_prompt(app: Celery, store: LocalStore, tmp_path: Path) -> None:
+    messages = published(app, store, tmp_path, [chat_line("a", SENTINEL)])
+    manifest = durable(store, tmp_path, [chat_line("a", SENTINEL)])
+    republish(app, store, manifest, manifest.shard(0), {0}, queue="gpu")
+    finish(app, messages[0])
+
+    for message in (*queued(app, "gpu"), *queued(app, "aggregate")):
+        assert message["headers"]["argsrepr"] == "-" or message["headers"]["task"] == broker.SEAL_SHARD
+        assert SENTINEL not in json.dumps({**message, "body": None})
+    assert SENTINEL not in json.dumps(queued(app, "aggregate"))
+    assert messages[0]["headers"]["kwargsrepr"].endswith("/1/0/0")
+
+
+def test_no_client_subscribes_to_results(app: Celery, store: LocalStore, tmp_path: Path) -> None:
+    published(app, store, tmp_path, chat_lines(50))
+
+    assert app.test_server.client.pubsub_channels() == []
+
+
+def test_a_message_that_was_taken_and_not_acknowledged_is_in_the_index_of_unacked_ones(
+    app: Celery, store: LocalStore, tmp_path: Path
+) -> None:
+    """`producer.local` deletes these keys by name, and a closed channel puts the message back."""
+    published(app, store, tmp_path, chat_lines(1))
+    client = app.test_server.client
+
+    with app.connection_for_read() as connection:
+        channel = connection.channel()
+        assert app.amqp.queues["gpu"](channel).get() is not None
+        assert (client.llen("gpu"), client.hlen("unacked"), client.zcard("unacked_index")) == (0, 1, 1)
+        channel.close()
+
+    assert (client.llen("gpu"), client.hlen("unacked"), client.zcard("unacked_index")) == (1, 0, 0)
+
+
+class CapturingPool(BasePool):  # type: ignore[misc]  # Celery has no types
+    """What a pool of Celery's is called with."""
+
+    def on_apply(self, target: Any, args: Any, kwargs: Any = None, **options: Any) -> None:
+        self.called = (args, kwargs, options)
+
+
+def test_a_pool_is_called_with_the_arguments_that_ours_unpacks(app: Celery, store: LocalStore, tmp_path: Path) -> None:
+    published(app, store, tmp_path, [AWKWARD[0]])
+
+    @app.task(name=broker.RUN_REQUEST, shared=False)
+    async def run_request(**_: object) -> int:
+        return broker.RECEIPT
+
+    pool = CapturingPool(1, app=app)
+    with app.connection_for_read() as connection, connection.channel() as channel:
+        message = app.amqp.queues["gpu"](channel).get(no_ack=True)
+        request = create_request_cls(Request, app.tasks[broker.RUN_REQUEST], pool, "host", None, app=app)(
+            message, app=app, hostname="host", decoded=False
+        )
+        request.execute_using_pool(pool)
+
+    (name, task_id, headers, body, content_type, content_encoding), keywords, options = pool.called
+    assert (name, task_id) == (broker.RUN_REQUEST, headers["id"])
+    assert (content_type, content_encoding) == ("application/json", "utf-8")
+    _, request_keywords, embed = loads(body, content_type, content_encoding, accept={"application/json"})
+    assert request_keywords["line"] == AWKWARD[0]
+    assert Context({**headers, **embed}).chord is not None
+    assert not keywords
+    assert options["callback"] == request.on_success
+    assert options["accept_callback"] == request.on_accepted
+
+
+#: In a process of its own: Celery shares the tasks of an app with every other app of the process.
+PRINT_STEPS = """
+from workers.app import app
+worker = app.WorkController(pool_cls="workers.pool:TaskPool", concurrency=1, queues=["gpu"], hostname="t@t")
+print(*(type(step).__name__ for step in worker.steps))
+"""
+
+
+def test_the_capacity_is_set_when_the_engine_is_loaded_and_before_the_consumer_starts() -> None:
+    printed = subprocess.run([sys.executable, "-c", PRINT_STEPS], check=True, capture_output=True, timeout=60)
+
+    steps = printed.stdout.decode().split()
+    places = [steps.index(name) for name in ("Hub", "Pool", "EngineCapacity", "Consumer")]
+    assert places == sorted(places)
+
+
+def test_only_json_is_accepted(app: Celery) -> None:
+    content_type, encoding, data = dumps([(), {}, {}], serializer="pickle")
+    accept = prepare_accept_content(app.conf.accept_content)
+
+    assert app.conf.accept_content == app.conf.result_accept_content == ["json"]
+    with pytest.raises(ContentDisallowed):
+        loads(data, content_type, encoding, accept=accept)
+    assert not (set(accept) & set(registry.type_to_name) - {"application/json"})
+
+
+def test_every_message_of_the_fleet_has_a_queue_that_somebody_consumes(app: Celery) -> None:
+    for task in (broker.SEAL_SHARD, broker.ASSEMBLE_BATCH, broker.FEED):
+        assert app.amqp.router.route({}, task)["queue"].name == "aggregate"
+    assert set(app.amqp.queues) == {"gpu", "aggregate"}
+
+
+def test_a_shard_names_its_requests_from_its_first_one(app: Celery, store: LocalStore, tmp_path: Path) -> None:
+    manifest = durable(store, tmp_path, chat_lines(40))
+    assert manifest.counts == (16, 16, 8)
+
+    publish_shard(app, store, manifest, manifest.shard(2), queue="gpu")
+
+    assert manifest.shard(2) == Shard(number=2, first=32, count=8)
+    assert [message["body"][1]["index"] for message in queued(app, "gpu")] == list(range(32, 40))
+    assert store.exists(layout.shard_input(manifest.batch_id, 1, 2))

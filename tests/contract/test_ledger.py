@@ -1,0 +1,346 @@
+"""The ledger on a real server: the first row wins, and nothing is written for a run that Redis does not know."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common import keys, layout
+from common.ledger import Address, Begun, Ledger, Recorded, Row, Verdict, WorkerBeat
+from tests.servers import wait_until
+
+if TYPE_CHECKING:
+    from tests.servers import BrokerServer
+
+
+@pytest.fixture
+def ledger(broker_server: BrokerServer) -> Ledger:
+    return Ledger(broker_server.client)
+
+
+@pytest.fixture
+def batch() -> str:
+    return layout.new_batch_id()
+
+
+def restored(ledger: Ledger, batch: str, *, total: int = 4, shards: int = 1, step: int = 1000, **known: Any) -> str:
+    ledger.restore(batch, 1, total=total, shards=shards, step=step, **known)
+    return batch
+
+
+def at(batch: str, index: int = 0, *, shard: int = 0, run: int = 1) -> Address:
+    return Address(batch, run, shard, index)
+
+
+def row(address: Address, text: bytes = b"row", *, failed: bool = False, tokens: int = 0, count: int = 4) -> Row:
+    return Row(address, text, failed, tokens, 2 * tokens, count)
+
+
+def rows_of(ledger: Ledger, batch: str, count: int = 4) -> list[bytes | None]:
+    return list(ledger.rows(batch, 1, 0, range(count)))
+
+
+def all_keys(server: BrokerServer, batch: str) -> set[bytes]:
+    return set(server.client.scan_iter(f"fleet:{batch}:*"))
+
+
+# -- rows -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_row_of_an_index_wins_and_counts_once(ledger: Ledger, batch: str) -> None:
+    restored(ledger, batch)
+
+    (first,) = ledger.record([row(at(batch), b"first", tokens=3)])
+    (second,) = ledger.record([row(at(batch), b"second", failed=True, tokens=5)])
+
+    assert (first.verdict, second.verdict) == (Verdict.OURS, Verdict.DONE)
+    assert rows_of(ledger, batch)[0] == b"first"
+    progress = ledger.progress(batch, 1)
+    assert progress is not None
+    assert (progress.finished, progress.failed, progress.prompt_tokens, progress.completion_tokens) == (1, 0, 3, 6)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=20))
+def test_any_sequence_of_duplicates_keeps_first_rows_and_true_counters(
+    broker_server: BrokerServer, deliveries: list[tuple[int, bool]]
+) -> None:
+    ledger, batch = Ledger(broker_server.client), layout.new_batch_id()
+    restored(ledger, batch)
+    first: dict[int, tuple[bytes, bool]] = {}
+    for number, (index, failed) in enumerate(deliveries):
+        text = b"%d" % number
+        (answer,) = ledger.record([row(at(batch, index), text, failed=failed)])
+        assert answer.verdict is (Verdict.DONE if index in first else Verdict.OURS)
+        first.setdefault(index, (text, failed))
+        assert answer.full == (len(first) == 4)
+
+    assert rows_of(ledger, batch) == [first[index][0] if index in first else None for index in range(4)]
+    progress = ledger.progress(batch, 1)
+    assert progress is not None
+    assert progress.finished == len(first)
+    assert progress.failed == sum(failed for _, failed in first.values())
+
+
+def test_of_many_threads_that_record_one_index_one_wins(ledger: Ledger, batch: str) -> None:
+    restored(ledger, batch, total=50)
+    start = threading.Barrier(8)
+
+    def record_all(worker: int) -> list[Recorded]:
+        start.wait()
+        return [ledger.record([row(at(batch, index), b"%d" % worker, count=50)])[0] for index in range(50)]
+
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(record_all, range(8)))
+
+    for index in range(50):
+        assert [each[index].verdict for each in answers].count(Verdict.OURS) == 1
+    for index, recorded in enumerate(rows_of(ledger, batch, 50)):
+        (winner,) = (worker for worker, each in enumerate(answers) if each[index].verdict is Verdict.OURS)
+        assert recorded == b"%d" % winner
+    assert sum(each[index].full and each[index].verdict is Verdict.OURS for each in answers for index in range(50)) == 1
+
+
+def test_many_rows_in_one_call_are_answered_one_by_one(ledger: Ledger, batch: str) -> None:
+    restored(ledger, batch)
+
+    answers = ledger.record([row(at(batch, 0)), row(at(batch, 0)), row(at(batch, 1))])
+
+    assert [answer.verdict for answer in answers] == [Verdict.OURS, Verdict.DONE, Verdict.OURS]
+
+
+def test_recording_says_when_the_shard_is_full(ledger: Ledger, batch: str) -> None:
+    restored(ledger, batch)
+
+    answers = ledger.record([row(at(batch, index)) for index in (2, 0, 3, 1)])
+
+    assert [answer.full for answer in answers] == [False, False, False, True]
+
+
+def test_a_full_shard_is_announced_again_to_whoever_comes_late(ledger: Ledger, batch: str) -> None:
+    """The one who filled it may have died before it sent `seal_shard`."""
+    restored(ledger, batch)
+    ledger.record([row(at(batch, index)) for index in range(4)])
+
+    (late,) = ledger.record([row(at(batch, 2), b"late")])
+
+    assert late == Recorded(Verdict.DONE, full=True)
+
+
+def test_recording_asks_for_a_feed_at_every_step_while_shards_are_unpublished(ledger: Ledger, batch: str) -> None:
+    restored(ledger, batch, total=8, shards=2, step=2)
+    answers = ledger.record([row(at(batch, index)) for index in range(4)])
+    assert [answer.feed for answer in answers] == [False, True, False, True]
+
+    assert ledger.claim_shard(batch, 1, 0)
+    assert ledger.claim_shard(batch, 1, 1)
+
+    answers = ledger.record([row(at(batch, index, shard=1)) for index in range(4, 8)])
+    assert not any(answer.feed for answer in answers)
+
+
+def test_rows_of_two_runs_do_not_meet(ledger: Ledger, batch: str) -> None:
+    restored(ledger, batch)
+    ledger.restore(batch, 2, total=4, shards=1, step=10)
+
+    ledger.record([row(at(batch, run=2), b"second run")])
+
+    assert rows_of(ledger, batch) == [None] * 4
+
+
+def test_rows_are_read_in_order_across_slices(ledger: Ledger, batch: str) -> None:
+    restored(ledger, batch, total=1100)
+    ledger.record([row(at(batch, index), b"%d" % index, count=1100) for index in reversed(range(1100)) if index != 700])
+
+    found = rows_of(ledger, batch, 1100)
+
+    assert found == [None if index == 700 else b"%d" % index for index in range(1100)]
+
+
+# -- begin ----------------------------------------------------------------------------------------------------------------
+
+
+def test_begin_counts_the_engine_calls_of_a_request(ledger: Ledger, batch: str) -> None:
+    restored(ledger, batch)
+
+    answers = ledger.begin([(at(batch), "w1/a"), (at(batch), "w2/b"), (at(batch, 1), "w1/c")])
+
+    assert answers == [Begun(Verdict.OURS, 0), Begun(Verdict.OURS, 1), Begun(Verdict.OURS, 0)]
+
+
+def test_begin_marks_who_runs_and_record_clears_the_mark(
+    ledger: Ledger, batch: str, broker_server: BrokerServer
+) -> None:
+    restored(ledger, batch)
+    ledger.begin([(at(batch, 2), "w1/a")])
+    assert broker_server.client.hgetall(keys.marks(batch, 1, 0)) == {b"2": b"w1/a"}
+
+    ledger.record([row(at(batch, 2))])
+
+    assert broker_server.client.hgetall(keys.marks(batch, 1, 0)) == {}
+
+
+def test_begin_on_a_recorded_request_is_done(ledger: Ledger, batch: str) -> None:
+    restored(ledger, batch)
+    ledger.record([row(at(batch))])
+
+    assert ledger.begin([(at(batch), "w/a"), (at(batch, 1), "w/b")]) == [Begun(Verdict.DONE), Begun(Verdict.OURS)]
+
+
+def test_begin_and_record_on_a_sealed_shard_are_done_and_write_nothing(
+    ledger: Ledger, batch: str, broker_server: BrokerServer
+) -> None:
+    restored(ledger, batch)
+    ledger.mark_sealed(batch, 1, 0)
+    ledger.drop_shard(batch, 1, 0)
+
+    assert ledger.begin([(at(batch), "w/a")]) == [Begun(Verdict.DONE)]
+    assert ledger.record([row(at(batch))]) == [Recorded(Verdict.DONE)]
+    assert not broker_server.client.exists(keys.rows(batch, 1, 0), keys.marks(batch, 1, 0), keys.calls(batch, 1, 0))
+
+
+def test_begin_and_record_on_a_closed_run_are_done_and_write_nothing(
+    ledger: Ledger, batch: str, broker_server: BrokerServer
+) -> None:
+    restored(ledger, batch)
+    ledger.close(batch, 1, "completed")
+
+    assert ledger.begin([(at(batch), "w/a")]) == [Begun(Verdict.DONE)]
+    assert ledger.record([row(at(batch))]) == [Recorded(Verdict.DONE)]
+    assert not broker_server.client.exists(keys.rows(batch, 1, 0), keys.marks(batch, 1, 0), keys.calls(batch, 1, 0))
+
+
+def test_nothing_is_written_for_a_run_that_redis_does_not_know(
+    ledger: Ledger, batch: str, broker_server: BrokerServer
+) -> None:
+    assert ledger.begin([(at(batch), "w/a")]) == [Begun(Verdict.UNKNOWN)]
+    assert ledger.record([row(at(batch))]) == [Recorded(Verdict.UNKNOWN)]
+    assert ledger.claim_shard(batch, 1, 0) is False
+    ledger.mark_sealed(batch, 1, 0)
+    ledger.close(batch, 1, "completed")
+
+    assert ledger.progress(batch, 1) is None
+    assert all_keys(broker_server, batch) == set()
+
+
+# -- runs -----------------------------------------------------------------------------------------------------------------
+
+
+def test_of_many_feeders_one_wins_each_shard(ledger: Ledger, batch: str) -> None:
+    restored(ledger, batch, total=400, shards=100)
+    start = threading.Barrier(6)
+
+    def claim_all(_: int) -> list[int]:
+        start.wait()
+        return [shard for shard in range(100) if ledger.claim_shard(batch, 1, shard)]
+
+    with ThreadPoolExecutor(6) as threads:
+        won = [shard for each in threads.map(claim_all, range(6)) for shard in each]
+
+    assert sorted(won) == sorted(set(won))
+    progress = ledger.progress(batch, 1)
+    assert progress is not None
+    assert progress.frontier == len(won)
+
+
+def test_a_shard_is_claimed_only_when_the_frontier_stands_there(ledger: Ledger, batch: str) -> None:
+    restored(ledger, batch, shards=3)
+
+    assert [ledger.claim_shard(batch, 1, shard) for shard in (1, 0, 0, 2, 1)] == [False, True, False, False, True]
+
+
+def test_a_closed_run_gives_out_no_shard(ledger: Ledger, batch: str) -> None:
+    restored(ledger, batch, shards=3)
+    ledger.close(batch, 1, "cancelled")
+
+    assert ledger.claim_shard(batch, 1, 0) is False
+
+
+def test_restore_writes_once_and_leaves_a_run_in_flight_alone(ledger: Ledger, batch: str) -> None:
+    assert ledger.restore(batch, 1, total=8, shards=2, step=5, sealed=[1], finished=4, failed=1, prompt_tokens=7)
+    before = ledger.progress(batch, 1)
+    assert before is not None
+    assert (before.total, before.shards, before.finished, before.failed, before.prompt_tokens) == (8, 2, 4, 1, 7)
+    assert (before.frontier, before.closed) == (0, "")
+    assert [ledger.is_sealed(batch, 1, shard) for shard in (0, 1)] == [False, True]
+
+    assert not ledger.restore(batch, 1, total=99, shards=99, step=99, sealed=[0])
+
+    assert ledger.progress(batch, 1) == before
+    assert ledger.sealed_count(batch, 1) == 1
+
+
+def test_restore_drops_what_an_expired_head_left_behind(
+    ledger: Ledger, batch: str, broker_server: BrokerServer
+) -> None:
+    restored(ledger, batch, sealed=[0])
+    broker_server.client.delete(keys.head(batch, 1))
+
+    restored(ledger, batch)
+
+    assert not ledger.is_sealed(batch, 1, 0)
+
+
+def test_closing_gives_every_key_a_ttl_and_open_runs_have_none(
+    ledger: Ledger, batch: str, broker_server: BrokerServer
+) -> None:
+    restored(ledger, batch, sealed=[0])
+    client = broker_server.client
+    assert {client.ttl(key) for key in all_keys(broker_server, batch)} == {-1}
+
+    ledger.close(batch, 1, "completed")
+
+    assert all(0 < client.ttl(key) <= keys.CLOSED_TTL_S for key in all_keys(broker_server, batch))
+    progress = ledger.progress(batch, 1)
+    assert progress is not None
+    assert progress.closed == "completed"
+
+
+def test_rows_of_a_shard_that_was_never_sealed_get_a_ttl_when_the_run_closes(
+    ledger: Ledger, batch: str, broker_server: BrokerServer
+) -> None:
+    """A run that is cancelled, or restored after its end, closes with rows in Redis: no key of it may stay for ever."""
+    restored(ledger, batch)
+    ledger.begin([(at(batch, 1), "w/a")])
+    ledger.record([row(at(batch))])
+
+    ledger.close(batch, 1, "cancelled")
+
+    client = broker_server.client
+    assert [key for key in all_keys(broker_server, batch) if client.ttl(key) == -1] == []
+
+
+def test_scripts_survive_a_server_that_forgot_them(ledger: Ledger, batch: str, broker_server: BrokerServer) -> None:
+    restored(ledger, batch)
+    ledger.record([row(at(batch))])
+    ledger.begin([(at(batch, 1), "w/a")])
+
+    broker_server.client.script_flush()
+
+    assert ledger.record([row(at(batch, 1))])[0].verdict is Verdict.OURS
+    assert ledger.begin([(at(batch, 2), "w/a")])[0].verdict is Verdict.OURS
+    assert ledger.claim_shard(batch, 1, 0)
+    ledger.close(batch, 1, "completed")
+    assert ledger.restore(batch, 2, total=1, shards=1, step=1)
+
+
+# -- workers --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_lives_as_long_as_its_heartbeat(ledger: Ledger, broker_server: BrokerServer) -> None:
+    alive = WorkerBeat("alive", "ready", "echo", ("m", "n"), "gpu", 256)
+    ledger.beat(alive, 60)
+    ledger.beat(WorkerBeat("dying", "ready", "echo", ("m",), "gpu", 1), 0.05)
+
+    wait_until(lambda: [beat.worker_id for beat in ledger.workers()] == ["alive"], 5, "a heartbeat ends")
+
+    assert ledger.workers() == [alive]
+    assert broker_server.client.zscore(keys.WORKERS, "dying") is None
+    assert broker_server.client.ttl(keys.WORKERS) > 0
+    ledger.forget_worker("alive")
+    assert ledger.workers() == []
