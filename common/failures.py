@@ -29,6 +29,7 @@ class FailureKind(Enum):
     REQUEST_REFUSED = ("request_refused", False, 403)
     ENGINE_OVERLOADED = ("engine_overloaded", True, 503)
     ENGINE_ERROR = ("engine_error", True, 500)
+    ENGINE_ABORTED = ("engine_aborted", True, 500)
     INTERNAL_ERROR = ("internal_error", False, 500)
     TIMEOUT = ("timeout", False, 408)
     CANCELLED = ("cancelled", False, 499)
@@ -51,6 +52,8 @@ def kind_of_status(status: int) -> FailureKind:
         return FailureKind.ENGINE_OVERLOADED
     if status in (400, 422):
         return FailureKind.INVALID_REQUEST
+    if status == 501:  # not implemented: another try finds the same code
+        return FailureKind.UNSUPPORTED_ENDPOINT
     if status < 500:
         return FailureKind.REQUEST_REFUSED
     return FailureKind.ENGINE_ERROR

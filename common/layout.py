@@ -33,6 +33,11 @@ def checked_batch_id(text: str) -> str:
     return text
 
 
+def batch(batch_id: str) -> str:
+    """The batch directory."""
+    return f"{BATCHES}/{batch_id}"
+
+
 def manifest(batch_id: str) -> str:
     """The batch's manifest."""
     return f"{BATCHES}/{batch_id}/manifest.json"

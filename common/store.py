@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Protocol
@@ -58,6 +59,9 @@ class ObjectStore(Protocol):
 
     def names(self, folder: str) -> Iterator[str]:
         """The last name parts of what lies directly in `folder`, in no order; nothing when there is no folder."""
+
+    def remove(self, folder: str) -> None:
+        """Remove everything in `folder`. Not atomic; an absent folder is fine."""
 
 
 class _LocalWriter:
@@ -146,6 +150,11 @@ class LocalStore:
         except ObjectMissingError:
             return
         yield from (name for name in found if not name.startswith(".tmp-"))
+
+    def remove(self, folder: str) -> None:
+        """See `ObjectStore.remove`."""
+        with contextlib.suppress(ObjectMissingError), self._outage(folder):
+            shutil.rmtree(self.root / folder)
 
     def _require_root(self) -> None:
         if not self.root.is_dir():

@@ -20,7 +20,7 @@ import redis
 from common import broker, layout
 from common.batch import CLOSED, BatchStatus, batch_object, dumps
 from common.dispatch import republish
-from common.errors import FleetError, InputRefusedError, UsageError
+from common.errors import FleetError, InputRefusedError, OutputFailedError, UsageError
 from common.ledger import Ledger
 from common.runs import BatchState, read_manifest, state_of
 from common.settings import GPU_QUEUE, FleetSettings, load
@@ -73,6 +73,10 @@ def build_parser() -> argparse.ArgumentParser:
     fetch.add_argument("batch", metavar="BATCH")
     fetch.add_argument("-o", "--output", required=True, metavar="OUT", help="where the rows go")
     fetch.add_argument("--errors", metavar="PATH", help="failed rows also go here")
+    for command in (status, listing, fetch):
+        command.add_argument(
+            "--local", action="store_true", help="look at the batches of --local; needs no FLEET_STORE"
+        )
     return parser
 
 
@@ -129,6 +133,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except redis.RedisError as exc:
         _say(f"error: the broker failed ({type(exc).__name__})")
         code = EXIT_ERROR
+    except BrokenPipeError:
+        # Whoever read our stdout left, as `| head` does. The interpreter must not try to flush it again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 128 + signal.SIGPIPE
     except Interrupted as exc:
         code = exc.exit_code
     sys.exit(code)
@@ -162,8 +170,13 @@ def _input_name(options: argparse.Namespace) -> str:
 def _submit(options: argparse.Namespace, flags: list[str]) -> int:
     name = _input_name(options)
     settings = _settings(options, flags)
-    output = options.output or default_output(name)
-    check_destinations(name, output, options.errors)
+    if options.detach:
+        if options.output or options.errors:
+            raise UsageError("--detach writes no output: get it later with producer fetch BATCH -o OUT")
+        output = ""
+    else:
+        output = options.output or default_output(name)
+        check_destinations(name, output, options.errors)
     with intake.staged(name) as path, Progress() as progress:
         checked = intake.check(name, path, on_lines=lambda lines: progress.note(f"validating ({lines} lines)"))
         store = open_store(settings.store)
@@ -232,6 +245,9 @@ class _Submission:
     def empty(self, progress: Progress) -> int:
         """Complete a file without requests, which needs no fleet."""
         manifest = self._durable(progress, None, None)
+        if self._options.detach:
+            _print(manifest.batch_id)
+            return EXIT_OK
         with self._destination() as destination:
             destination.begin()
         return self._finish(progress, state_of(self._store, None, manifest))
@@ -251,14 +267,21 @@ class _Submission:
                 control.start(fleet, manifest)
                 state = control.wait(fleet, manifest, destination, progress)
             except Interrupted:
-                progress.say(
-                    f"{manifest.batch_id} goes on in the fleet. Attach to it again with the same command, or see\n"
-                    f"  producer status {manifest.batch_id}\n"
-                    f"  producer fetch {manifest.batch_id} -o {self._output}"
-                )
+                progress.say(self._how_to_go_on(manifest))
+                raise
+            except OutputFailedError:
+                progress.say(self._how_to_go_on(manifest))
                 raise
             destination.close(durable=True)
         return self._finish(progress, state)
+
+    def _how_to_go_on(self, manifest: Manifest) -> str:
+        again = "the same command without --new" if self._options.new else "the same command"
+        return (
+            f"{manifest.batch_id} goes on in the fleet. Attach to it again with {again}, or see\n"
+            f"  producer status {manifest.batch_id}\n"
+            f"  producer fetch {manifest.batch_id} -o {self._output}"
+        )
 
     def local(self, progress: Progress) -> int:
         """Run everything on this machine. Processes start first: the engine loads while the batch is written."""
@@ -286,7 +309,14 @@ class _Submission:
                     state = control.wait(fleet, manifest, destination, progress, on_poll=local.check)
                     progress.note("ending the local fleet")
             except Interrupted:
-                progress.say(f"interrupted; the same command goes on with {batch_id} where it stopped")
+                again = "the same command without --new" if options.new else "the same command"
+                progress.say(f"interrupted; {again} goes on with {batch_id} where it stopped")
+                raise
+            except UsageError:
+                if self._attached is None and not local.serving:
+                    # A set-up that cannot work: nothing has run, and a corrected command makes another batch.
+                    self._store.remove(layout.batch(batch_id))
+                    local.forget()
                 raise
             destination.close(durable=True)
         if state.status in CLOSED:
@@ -323,6 +353,7 @@ class _Submission:
             if waited_s > 1:
                 progress.note(f"waiting for the engine to load ({waited_s:.0f} s)")
             time.sleep(0.1)
+        local.serving = True
         progress.note("")
 
     @contextlib.contextmanager
@@ -372,10 +403,10 @@ def _check(options: argparse.Namespace, _: list[str]) -> int:
     return EXIT_OK
 
 
-def _stored() -> tuple[ObjectStore, Ledger]:
-    """The store and the ledger of the commands that look; without FLEET_STORE the store of local mode, if any."""
+def _stored(options: argparse.Namespace) -> tuple[ObjectStore, Ledger]:
+    """The store and the ledger of the commands that look."""
     settings = load(FleetSettings)
-    if not settings.store and (state_folder() / layout.BATCHES).is_dir():
+    if options.local and not settings.store:
         settings = settings.model_copy(update={"store": state_folder().as_uri()})
     settings = settings.with_store()
     return open_store(settings.store), Ledger(broker.redis_client(settings.broker_url, tries=0))
@@ -418,7 +449,7 @@ def _line(state: BatchState) -> str:
 
 
 def _status(options: argparse.Namespace, _: list[str]) -> int:
-    store, ledger = _stored()
+    store, ledger = _stored(options)
     if options.batch is not None:
         state = _state(store, ledger, read_manifest(store, layout.checked_batch_id(options.batch)))
         _print(dumps(_stored_object(store, state)) if options.json else _line(state))
@@ -442,7 +473,7 @@ def _status(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def _list(options: argparse.Namespace, _: list[str]) -> int:
-    store, ledger = _stored()
+    store, ledger = _stored(options)
     for manifest in control.manifests(store):
         state = _state(store, ledger, manifest)
         _print(dumps(_stored_object(store, state)) if options.json else _line(state))
@@ -450,7 +481,7 @@ def _list(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def _fetch(options: argparse.Namespace, _: list[str]) -> int:
-    store, ledger = _stored()
+    store, ledger = _stored(options)
     manifest = read_manifest(store, layout.checked_batch_id(options.batch))
     check_destinations(os.devnull, options.output, options.errors)
     with contextlib.closing(Destination(options.output, options.errors)) as destination:

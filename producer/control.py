@@ -11,7 +11,10 @@ A pointer object maps a digest to the open batch of that digest, so that the sam
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import signal
+import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -135,16 +138,42 @@ def write_batch(
 def start(fleet: Fleet, manifest: Manifest) -> None:
     """Put the batch's run into Redis, if it is not there, and publish what the window allows.
 
-    Raises `BrokerUnavailableError` when the broker fails on the way; the batch is durable all the same.
+    Raises `BrokerUnavailableError` when the broker fails on the way; the batch is durable all the same. Signals wait
+    until a shard that was begun is published whole: nobody would publish the rest of it.
     """
     try:
         restore(fleet.store, fleet.ledger, manifest, window=fleet.settings.window)
-        fleet.feeder(manifest).feed()
+        feeder = fleet.feeder(manifest)
+        more = True
+        while more:
+            with deferred_signals():
+                more = feeder.feed(at_most=1) > 0
     except (redis.RedisError, OperationalError) as exc:
         raise BrokerUnavailableError(
             f"the broker failed while {manifest.batch_id} was published ({type(exc).__name__}); "
             "the batch is stored, the same submit attaches to it"
         ) from exc
+
+
+@contextlib.contextmanager
+def deferred_signals() -> Iterator[None]:
+    """Hold SIGINT and SIGTERM back until the block is left; the last one is then delivered as usual.
+
+    A no-op outside the main thread, which alone receives signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda number, _: arrived.append(number)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+        if arrived:
+            signal.raise_signal(arrived[-1])
 
 
 def wait(

@@ -103,6 +103,8 @@ class LocalFleet:
         self._processes: list[_Process] = []
         self._cleanup = contextlib.ExitStack()
         self.broker_url = ""
+        #: Set once a worker is ready: from then on rows may exist.
+        self.serving = False
 
     def __enter__(self) -> Self:
         try:
@@ -128,7 +130,7 @@ class LocalFleet:
         """Raise `LocalFleetError` when a process has died."""
         for process in self._processes:
             if process.popen.poll() is not None:
-                raise process.death()
+                raise process.death(serving=self.serving)
 
     def forget(self) -> None:
         """The batch is complete: drop the broker's file and the logs. Call after leaving the context."""
@@ -260,13 +262,14 @@ class _Process:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.popen.pid, signal.SIGKILL)
 
-    def death(self) -> FleetError:
+    def death(self, *, serving: bool) -> FleetError:
         """Why the process died, in one sentence: its own, where it said one."""
         code = self.popen.returncode
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         lines = self.log.read_text("utf-8", "replace").splitlines()
         said = next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), "")
-        kind = UsageError if code == UsageError.exit_code else LocalFleetError
+        # A bad set-up shows before anything runs; later the same code is one worker's trouble.
+        kind = UsageError if code == UsageError.exit_code and not serving else LocalFleetError
         return kind(f"{self.name}: {said}" if said else f"{self.name} died ({how}); its log is {self.log}")
 
 

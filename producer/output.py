@@ -2,7 +2,8 @@
 
 Owns: `Destination` and `OutputFile`. Must not know: Redis, Celery, batches.
 On failure: a destination that cannot be written, is the input, or is being written by another producer raises
-`DestinationError` before anything is queued, with the existing file untouched.
+`DestinationError` before anything is queued, with the existing file untouched. One that fails later (a full disk)
+raises `OutputFailedError`: the batch is not touched by it, and its rows can be fetched again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from common.batch import row_failed
-from common.errors import DestinationError
+from common.errors import DestinationError, OutputFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -118,7 +119,7 @@ class OutputFile:
             while view:
                 view = view[os.write(self._descriptor, view) :]
         except OSError as exc:
-            raise DestinationError(f"{self.name} cannot be written: {exc.strerror}") from None
+            raise OutputFailedError(f"{self.name} cannot be written: {exc.strerror}") from None
 
     def close(self, *, durable: bool = False) -> None:
         """Close and unlock the file; `durable` waits until it is on disk. May be called twice.

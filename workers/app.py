@@ -22,12 +22,12 @@ from common import broker
 from common.dispatch import send
 from common.errors import UsageError
 from common.ledger import Address, Ledger
-from common.settings import WorkerSettings, load
+from common.settings import GPU_QUEUE, WorkerSettings, load
 from common.store import open_store
 from workers import tasks
 from workers.aggregate import Aggregator
 from workers.engine.host import EngineHost
-from workers.pool import EngineCapacity
+from workers.pool import EngineCapacity, refuse_wrong_pool
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -72,9 +72,7 @@ class FleetApp:
     def aggregator(self) -> Aggregator:
         """The aggregator over the settings' store."""
         settings = self.settings.with_store()
-        return Aggregator(
-            self._app, open_store(settings.store), self.ledger, window=settings.window, queue=settings.queue
-        )
+        return Aggregator(self._app, open_store(settings.store), self.ledger, window=settings.window, queue=GPU_QUEUE)
 
     def make_host(self) -> EngineHost:
         """An engine host, not started."""
@@ -124,6 +122,12 @@ def configure_logging(loglevel: int = logging.INFO, **_: Any) -> None:
         logging.getLogger(name).setLevel(max(loglevel, logging.WARNING))
 
 
+def check_worker(sender: Any, **_: Any) -> None:
+    """Celery's signal before a worker's pool is made."""
+    refuse_wrong_pool(sender)
+
+
 signals.setup_logging.connect(configure_logging, weak=False)
+signals.worker_init.connect(check_worker, weak=False)
 
 app = make_worker_app(load(WorkerSettings))

@@ -94,6 +94,9 @@ def aggregate(options: argparse.Namespace) -> int:
 
 
 def _run(*, pool: str, queue: str, name: str, loglevel: str, concurrency: int = 1) -> int:
+    from celery import signals  # noqa: PLC0415 - keeps --help fast
+    from celery.platforms import EX_FAILURE  # noqa: PLC0415
+
     from workers.app import app  # noqa: PLC0415 - reads the environment that was just written
 
     worker = app.Worker(
@@ -107,8 +110,11 @@ def _run(*, pool: str, queue: str, name: str, loglevel: str, concurrency: int = 
         without_gossip=True,
         without_mingle=True,
     )
+    interrupted: list[str] = []
+    signals.worker_shutting_down.connect(lambda sig="", **_: interrupted.append(sig), weak=False)
     worker.start()
-    return int(worker.exitcode or 0)
+    # Celery drains on Ctrl-C as on SIGTERM, but calls that a failure.
+    return 0 if interrupted == ["SIGINT"] and worker.exitcode == EX_FAILURE else int(worker.exitcode or 0)
 
 
 if __name__ == "__main__":

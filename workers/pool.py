@@ -27,12 +27,14 @@ from typing import TYPE_CHECKING, Any
 from billiard.einfo import ExceptionInfo
 from celery import bootsteps
 from celery.app.task import Context
+from celery.concurrency import get_implementation
 from celery.concurrency.base import BasePool, apply_target
 from celery.exceptions import Reject
 from celery.worker import state
 from kombu.serialization import loads, prepare_accept_content
 
 from common.errors import FleetError
+from common.settings import AGGREGATE_QUEUE
 from workers.engine.host import Delivery, current_delivery
 
 if TYPE_CHECKING:
@@ -220,6 +222,28 @@ class TaskPool(BasePool):  # type: ignore[misc]  # Celery has no types
 
     def _get_info(self) -> dict[str, Any]:
         return {**super()._get_info(), "in-flight": len(self._coroutines)}
+
+
+def refuse_wrong_pool(worker: Any) -> None:
+    """Refuse a worker whose pool cannot do what its queues ask for, before it takes a message and loses it.
+
+    Requests are coroutines on an engine's loop; the aggregator's tasks wait for disk and Redis, in threads.
+    Raises `SystemExit` with one sentence: inside Celery's signal any other exception would only be logged.
+    """
+    queues = worker.app.amqp.queues.consume_from
+    aggregates = AGGREGATE_QUEUE in queues
+    serves = len(queues) > aggregates
+    ours = issubclass(get_implementation(worker.pool_cls), TaskPool)
+    if serves and aggregates:
+        reason = f"one worker cannot serve requests and {AGGREGATE_QUEUE!r}: name its queue with -Q"
+    elif serves and not ours:
+        reason = "a worker that serves requests needs the fleet's own pool: leave -P away"
+    elif aggregates and ours:
+        reason = f"the aggregator (-Q {AGGREGATE_QUEUE}) needs threads: -P threads"
+    else:
+        return
+    print(f"error: {reason}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
 
 
 class EngineCapacity(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery has no types

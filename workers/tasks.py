@@ -19,7 +19,7 @@ from kombu.exceptions import OperationalError
 
 from common import broker
 from common.dispatch import send
-from common.errors import HoleError, StoreUnavailableError
+from common.errors import HoleError, StoreUnavailableError, UsageError
 from common.ledger import Address
 from workers.engine.host import current_delivery
 
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fleet.tasks")
 
 #: Outages: the aggregator's work waits for these to pass. The wait grows to the last number of seconds.
-OUTAGES = (StoreUnavailableError, OperationalError, redis.RedisError)
+#: A worker without a store that took an aggregator's message is one too: the message goes on until it finds another.
+OUTAGES = (StoreUnavailableError, UsageError, OperationalError, redis.RedisError)
 MAX_WAIT_S = 30
 
 

@@ -10,8 +10,9 @@ One delivery on the host:
     begin ──DONE──▶ receipt                                (recorded, sealed or closed: no engine call)
       │ UNKNOWN: ask for a restore, try again; Redis away: try again
       ▼ OURS
-    engine.run ──EngineDeadError / EngineAbortedError──▶ held (never a row)
-      │ any other exception: an `internal_error` row; a retryable failure: again, a bounded number of times
+    engine.run ──the engine is dead, or dies within 2 s of an abort──▶ held (never a row)
+      │ any other exception: an `internal_error` row
+      │ a retryable failure, an abort by a living engine: from `begin` again, a bounded number of times
       ▼
     record ──UNKNOWN or Redis away──▶ keep the row, try again
       ▼
@@ -54,6 +55,8 @@ BEAT_TTL_S = 20.0
 #: Engine calls of one delivery while its failure is retryable, and the wait before the second one (then doubled).
 MAX_TRIES = 3
 RETRY_WAIT_S = 0.5
+#: Seconds after an aborted answer in which an engine that was told to stop is seen to die.
+ABORT_WAIT_S = 2.0
 #: Longest wait between tries to reach Redis.
 MAX_REDIS_WAIT_S = 5.0
 
@@ -227,17 +230,12 @@ class EngineHost:
         cancelled when the engine is dead or cut the answer short.
         """
         mark = f"{self._worker_id}/{delivery.delivery_id}"
-        begun = await self._until_known(at, lambda: self._begin((at, mark)))
-        if begun.verdict is Verdict.DONE:
+        reply = await self._answer(at, mark, line)
+        if reply is None:
+            if not delivery.chorded:
+                # Whoever recorded the last row may have died before it said so, and no chord says it for us.
+                await self._send("seal", at)
             return
-        try:
-            reply = await self._answer(line, begun.calls)
-        except EngineDeadError:
-            self._die()
-            await self._hold()
-        except EngineAbortedError:
-            # A living engine that cuts answers short is being stopped from outside; its death comes next.
-            await self._hold()
         row = Row(
             at=at,
             row=reply.row,
@@ -252,30 +250,47 @@ class EngineHost:
         if recorded.feed:
             await self._send("feed", at)
 
-    async def _answer(self, line: str, calls: int) -> Reply:
+    async def _answer(self, at: Address, mark: str, line: str) -> Reply | None:
+        """The engine's reply, after a few tries where trying again may help; None when the row is there already."""
         wait_s = RETRY_WAIT_S
-        for tries in range(1, MAX_TRIES + 1):
-            reply = await self._call_engine(Request(line, calls + tries - 1))
-            if reply.failure is None or not reply.failure.retryable or tries == MAX_TRIES:
+        for tries_left in reversed(range(MAX_TRIES)):
+            # Each try begins anew: it counts the engine calls across the fleet, and sees a row that somebody recorded.
+            begun = await self._until_known(at, lambda: self._begin((at, mark)))
+            if begun.verdict is Verdict.DONE:
+                return None
+            reply = await self._call_engine(Request(line, begun.calls))
+            if reply.failure is None or not reply.failure.retryable or not tries_left:
                 break
             await asyncio.sleep(wait_s)
             wait_s *= 2
         return reply
 
     async def _call_engine(self, request: Request) -> Reply:
-        if self.dead or self.engine.errored:
-            raise EngineDeadError
         try:
-            return await self.engine.run(request)
-        except (asyncio.CancelledError, EngineDeadError, EngineAbortedError):
+            if not self.dead and not self.engine.errored:
+                return await self.engine.run(request)
+        except asyncio.CancelledError:
             raise
-        except BaseException as exc:
-            if self.engine.errored:
-                raise EngineDeadError from exc
-            # Only the type: an engine's message may quote the prompt.
-            failure = Failure(FailureKind.INTERNAL_ERROR, f"the engine raised {type(exc).__name__} on this request")
-            logger.error("the engine raised %s on a request", type(exc).__name__)
-            return Reply(failed_row(custom_id_of(request.line), failure), failure.kind)
+        except EngineDeadError:
+            pass
+        except EngineAbortedError:
+            # Mostly its engine is being stopped from outside, and its death comes within seconds: then this delivery
+            # is held below. An engine that lives on has aborted this one request, which may be tried again.
+            await asyncio.sleep(ABORT_WAIT_S)
+            if not self.dead and not self.engine.errored:
+                return self._failed(request, FailureKind.ENGINE_ABORTED, "the engine cut the answer short")
+        except BaseException as exc:  # noqa: BLE001 - a request must not take the loop, and its neighbours, along
+            if not self.engine.errored:
+                logger.error("the engine raised %s on a request", type(exc).__name__)
+                # Only the type: an engine's message may quote the prompt.
+                reason = f"the engine raised {type(exc).__name__} on this request"
+                return self._failed(request, FailureKind.INTERNAL_ERROR, reason)
+        self._die()
+        return await self._hold()
+
+    def _failed(self, request: Request, kind: FailureKind, reason: str) -> Reply:
+        row = failed_row(custom_id_of(request.line), Failure(kind, reason), prefix=self.engine.name)
+        return Reply(row, kind)
 
     async def _until_known(self, at: Address, ask: Callable[[], Coroutine[Any, Any, Begun | Recorded]]) -> Any:
         """Ask the ledger until it answers and knows the run. Ends by cancellation only: nothing is lost meanwhile."""
@@ -294,7 +309,7 @@ class EngineHost:
             wait_s = min(2 * wait_s, MAX_REDIS_WAIT_S)
 
     async def _send(self, kind: str, at: Address) -> None:
-        """Send a message to the aggregator. A lost one only delays: the chord, or the next feed, says it again."""
+        """Send a message to the aggregator. One that cannot be sent is logged: it must not cost the receipt."""
         try:
             await self.loop.run_in_executor(self.executor, self._notify, kind, at)
         except Exception as exc:  # noqa: BLE001 - kombu raises its transports' errors; none may cost the receipt

@@ -1,0 +1,183 @@
+"""The life of a worker: what it takes, how it drains, and what it hands back when its engine dies."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from common import keys
+from tests.invariants import assert_complete, chat_line, chat_lines
+from tests.servers import MODEL, FleetServers, wait_until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.servers import Result
+
+INFLIGHT = 8
+
+
+def detach(servers: FleetServers, lines: list[str]) -> str:
+    run = servers.producer("submit", str(servers.write("in.jsonl", lines)), "--detach")
+    assert run.code == 0, run.stderr
+    return run.stdout.decode().strip()
+
+
+def assert_completes(servers: FleetServers, batch_id: str, lines: list[str]) -> None:
+    wait_until(lambda: servers.is_closed(batch_id), 60, "the batch is closed")
+    output: Path = servers.folder / "out.jsonl"
+    assert servers.producer("fetch", batch_id, "-o", str(output)).code == 0
+    assert_complete(lines, output.read_bytes())
+
+
+def begun(servers: FleetServers, batch_id: str) -> dict[bytes, bytes]:
+    """Engine calls so far by index, of shards that are not sealed."""
+    calls: dict[bytes, bytes] = {}
+    for shard in range(servers.client.hlen(keys.head(batch_id, 1))):
+        calls.update(servers.client.hgetall(keys.calls(batch_id, 1, shard)))
+    return calls
+
+
+def assert_one_sentence(result: Result) -> str:
+    assert "Traceback" not in result.stderr
+    (said,) = (line for line in result.stderr.splitlines() if line.startswith("error: "))
+    return said
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_stopped_worker_finishes_what_runs_and_leaves_the_rest(fleet: FleetServers, signals: int) -> None:
+    """It takes no more than it may run at once; a second SIGTERM changes nothing."""
+    lines = chat_lines(20, echo={"latency_s": 2.0})
+    batch_id = detach(fleet, lines)
+    worker = fleet.worker("--max-inflight", str(INFLIGHT))
+    wait_until(lambda: len(begun(fleet, batch_id)) == INFLIGHT, 30, "the worker runs what it may")
+    assert (fleet.taken(), fleet.waiting()) == (INFLIGHT, 20 - INFLIGHT)
+
+    for _ in range(signals):
+        worker.send(signal.SIGTERM)
+        wait_until(lambda: "shutdown" in worker.stderr.lower() or not worker.running, 10, "the signal arrived")
+    result = worker.wait(15)
+
+    assert result.code == 0, result.stderr
+    assert "Traceback" not in result.stderr
+    assert fleet.finished(batch_id) == INFLIGHT
+    assert (fleet.taken(), fleet.waiting()) == (0, 20 - INFLIGHT)
+    assert set(begun(fleet, batch_id).values()) == {b"1"}
+    assert len(begun(fleet, batch_id)) == INFLIGHT
+    assert fleet.ledger.workers() == []
+
+    fleet.aggregator()
+    fleet.worker()
+    assert_completes(fleet, batch_id, lines)
+
+
+def test_a_worker_hands_back_what_does_not_end_within_its_grace(fleet: FleetServers) -> None:
+    lines = chat_lines(20, echo={"latency_s": 4.0})
+    batch_id = detach(fleet, lines)
+    worker = fleet.worker("--max-inflight", str(INFLIGHT), FLEET_DRAIN_S="0.5")
+    wait_until(lambda: len(begun(fleet, batch_id)) == INFLIGHT, 30, "the worker runs what it may")
+
+    result = worker.stop()
+
+    assert result.code == 0, result.stderr
+    assert "handing back" in result.stderr
+    assert fleet.finished(batch_id) == 0
+    assert (fleet.taken(), fleet.waiting()) == (0, 20)
+
+    fleet.aggregator()
+    fleet.worker()
+    assert_completes(fleet, batch_id, lines)
+
+
+def test_a_worker_whose_engine_dies_hands_its_requests_back_and_says_so(fleet: FleetServers) -> None:
+    """No request becomes a row because an engine died: not the one that killed it, and not its neighbours."""
+    lines = [
+        *chat_lines(6),
+        *(chat_line(f"slow{n}", "text", echo={"latency_s": 20.0}) for n in range(5)),
+        chat_line("killer", "text", echo={"engine_dead": True, "latency_s": 1.0}),
+    ]
+    batch_id = detach(fleet, lines)
+
+    result = fleet.start_worker().wait(40)
+
+    assert result.code == 70, result.stderr
+    assert "Traceback" not in result.stderr
+    assert fleet.finished(batch_id) == 6
+    progress = fleet.ledger.progress(batch_id, 1)
+    assert progress is not None
+    assert progress.failed == 0
+    assert (fleet.taken(), fleet.waiting()) == (0, 6)
+    assert fleet.ledger.workers() == []
+
+
+def test_requests_of_a_dead_engine_are_completed_by_another_worker(fleet: FleetServers) -> None:
+    """The killing request is aimed at one model name; the second worker does not serve it, so it is a row there."""
+    lines = [
+        *chat_lines(6, echo={"latency_s": 2.0}),
+        chat_line("killer", "text", model="first", echo={"engine_dead": True, "latency_s": 0.5}),
+    ]
+    batch_id = detach(fleet, lines)
+    assert fleet.start_worker("--served-model-name", MODEL, "first").wait(40).code == 70
+
+    fleet.aggregator()
+    fleet.worker()
+
+    wait_until(lambda: fleet.is_closed(batch_id), 60, "the batch is closed")
+    output = fleet.folder / "out.jsonl"
+    assert fleet.producer("fetch", batch_id, "-o", str(output)).code == 3
+    assert_complete(lines, output.read_bytes(), {"killer": "err"})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("-m", "workers", "serve", MODEL, "--engine", "echo", "--no-such-flag"),
+        ("-m", "workers", "serve", MODEL, "--engine", "echo", "--latency-s", "-1"),
+        ("-m", "workers", "serve", "", "--engine", "echo"),
+        ("-m", "celery", "-A", "workers", "worker", "-Q", "gpu"),
+    ],
+    ids=["unknown flag", "bad value", "empty model", "celery's command without a model"],
+)
+def test_a_worker_that_cannot_be_set_up_is_one_sentence(fleet: FleetServers, arguments: tuple[str, ...]) -> None:
+    result = fleet.start("bad", *arguments, FLEET_ENGINE="echo").wait(30)
+
+    assert result.code == 2, result.stderr
+    assert_one_sentence(result)
+
+
+def test_a_worker_without_a_model_is_told_its_usage(fleet: FleetServers) -> None:
+    result = fleet.start("bad", "-m", "workers", "serve").wait(30)
+
+    assert result.code == 2
+    assert "MODEL" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"FLEET_STORE": ""}, {"FLEET_STORE": "ftp://x/y"}, {"FLEET_WINDOW": "none"}, {"FLEET_BROKER_URL": "amqp://x"}],
+    ids=lambda each: "".join(each),
+)
+def test_an_aggregator_that_cannot_be_set_up_is_one_sentence(fleet: FleetServers, environment: dict[str, str]) -> None:
+    merged = {**fleet.environment, **environment}
+    fleet.environment = {name: value for name, value in merged.items() if value}
+
+    result = fleet.start("bad", "-m", "workers", "aggregate").wait(30)
+
+    assert result.code == 2, result.stderr
+    (name,) = environment
+    assert name in assert_one_sentence(result)
+
+
+def test_celerys_own_command_starts_the_same_worker(fleet: FleetServers) -> None:
+    lines = chat_lines(20)
+    batch_id = detach(fleet, lines)
+    fleet.aggregator()
+    worker = fleet.start(
+        "celery", "-m", "celery", "-A", "workers", "worker", "-Q", "gpu", FLEET_ENGINE="echo", FLEET_MODEL=MODEL
+    )
+
+    assert_completes(fleet, batch_id, lines)
+    assert worker.stop().code == 0
