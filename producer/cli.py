@@ -31,7 +31,7 @@ from producer.output import Destination, check_destinations, default_output
 from producer.progress import Progress, duration
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from common.batch import Manifest
     from common.store import ObjectStore
@@ -240,6 +240,7 @@ class _Submission:
         self._attached = attached
         self._output = output
         self._started = time.monotonic()
+        self._waited_s = 0.0
         self._done_before = 0
 
     def empty(self, progress: Progress) -> int:
@@ -265,7 +266,7 @@ class _Submission:
             destination.begin()
             try:
                 control.start(fleet, manifest)
-                state = control.wait(fleet, manifest, destination, progress)
+                state = self._wait(fleet, manifest, destination, progress)
             except Interrupted:
                 progress.say(self._how_to_go_on(manifest))
                 raise
@@ -274,6 +275,19 @@ class _Submission:
                 raise
             destination.close(durable=True)
         return self._finish(progress, state)
+
+    def _wait(
+        self,
+        fleet: control.Fleet,
+        manifest: Manifest,
+        destination: Destination,
+        progress: Progress,
+        on_poll: Callable[[], None] | None = None,
+    ) -> BatchState:
+        started = time.monotonic()
+        state = control.wait(fleet, manifest, destination, progress, on_poll=on_poll)
+        self._waited_s = time.monotonic() - started
+        return state
 
     def _how_to_go_on(self, manifest: Manifest) -> str:
         again = "the same command without --new" if self._options.new else "the same command"
@@ -306,7 +320,7 @@ class _Submission:
                     control.start(fleet, manifest)
                     self._wait_for_engine(fleet, local, progress)
                     destination.begin()
-                    state = control.wait(fleet, manifest, destination, progress, on_poll=local.check)
+                    state = self._wait(fleet, manifest, destination, progress, local.check)
                     progress.note("ending the local fleet")
             except Interrupted:
                 again = "the same command without --new" if options.new else "the same command"
@@ -365,13 +379,15 @@ class _Submission:
             destination.close()
 
     def _finish(self, progress: Progress, state: BatchState) -> int:
-        counts, took_s = state.counts, max(time.monotonic() - self._started, 0.001)
+        counts, took_s = state.counts, time.monotonic() - self._started
         done = counts.completed + counts.failed
+        # Of the time in which somebody worked: loading an engine says nothing about its speed.
+        requests_s = (done - self._done_before) / self._waited_s if self._waited_s else 0.0
         progress.update(done=done, total=counts.total, failed=counts.failed, tokens=state.usage.completion_tokens)
         progress.note("")
         progress.say(
             f"{state.manifest.batch_id} {state.status.value}: {counts.completed} ok, {counts.failed} failed, "
-            f"{duration(took_s)}, {(done - self._done_before) / took_s:.1f} requests/s -> {self._output}"
+            f"{duration(took_s)} in all, {requests_s:.1f} requests/s -> {self._output}"
         )
         if self._options.json:
             output, errors = self._output, self._options.errors

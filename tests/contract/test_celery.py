@@ -193,7 +193,9 @@ def test_a_line_travels_as_the_very_string(app: Celery, store: LocalStore, tmp_p
     with app.connection_for_read() as connection, connection.channel() as channel:
         for line in AWKWARD:
             message = app.amqp.queues["gpu"](channel).get(no_ack=True)
-            _, keywords, _ = loads(message.body, message.content_type, message.content_encoding, accept={"application/json"})
+            _, keywords, _ = loads(
+                message.body, message.content_type, message.content_encoding, accept={"application/json"}
+            )
             assert keywords["line"] == line
 
 

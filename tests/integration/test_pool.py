@@ -34,8 +34,10 @@ def assert_completes(servers: FleetServers, batch_id: str, lines: list[str]) -> 
 
 def begun(servers: FleetServers, batch_id: str) -> dict[bytes, bytes]:
     """Engine calls so far by index, of shards that are not sealed."""
+    progress = servers.ledger.progress(batch_id, 1)
+    assert progress is not None
     calls: dict[bytes, bytes] = {}
-    for shard in range(servers.client.hlen(keys.head(batch_id, 1))):
+    for shard in range(progress.shards):
         calls.update(servers.client.hgetall(keys.calls(batch_id, 1, shard)))
     return calls
 
@@ -51,7 +53,7 @@ def test_a_stopped_worker_finishes_what_runs_and_leaves_the_rest(fleet: FleetSer
     """It takes no more than it may run at once; a second SIGTERM changes nothing."""
     lines = chat_lines(20, echo={"latency_s": 2.0})
     batch_id = detach(fleet, lines)
-    worker = fleet.worker("--max-inflight", str(INFLIGHT))
+    worker = fleet.start_worker("--max-inflight", str(INFLIGHT))
     wait_until(lambda: len(begun(fleet, batch_id)) == INFLIGHT, 30, "the worker runs what it may")
     assert (fleet.taken(), fleet.waiting()) == (INFLIGHT, 20 - INFLIGHT)
 
@@ -76,7 +78,7 @@ def test_a_stopped_worker_finishes_what_runs_and_leaves_the_rest(fleet: FleetSer
 def test_a_worker_hands_back_what_does_not_end_within_its_grace(fleet: FleetServers) -> None:
     lines = chat_lines(20, echo={"latency_s": 4.0})
     batch_id = detach(fleet, lines)
-    worker = fleet.worker("--max-inflight", str(INFLIGHT), FLEET_DRAIN_S="0.5")
+    worker = fleet.start_worker("--max-inflight", str(INFLIGHT), FLEET_DRAIN_S="0.5")
     wait_until(lambda: len(begun(fleet, batch_id)) == INFLIGHT, 30, "the worker runs what it may")
 
     result = worker.stop()

@@ -44,11 +44,11 @@ class Events:
     def _capture(self) -> None:
         with self._app.connection_for_read() as connection:
             receiver = self._app.events.Receiver(connection, handlers={"*": self._note})
-            with receiver.consumer_context():
+            with receiver.consumer_context() as (its_own, _, _):
                 self.ready.set()
                 while not self._stop:
                     try:
-                        connection.drain_events(timeout=0.2)
+                        its_own.drain_events(timeout=0.2)
                     except TimeoutError:
                         continue
 
@@ -93,7 +93,7 @@ def test_nothing_that_people_or_dashboards_look_at_holds_a_prompt(fleet: FleetSe
         wait_until(lambda: fleet.finished(batch_id) == len(LINES) - 1, 60, "only the slow request is running")
         asked = events.inspect()
         wait_until(lambda: fleet.is_closed(batch_id), 60, "the batch is closed")
-        wait_until(lambda: "task-succeeded" in events.types(), 20, "events of the requests")
+        wait_until(lambda: "task-succeeded" in events.types(), 5, f"events of the requests, not {events.types()}")
     finally:
         events.stop()
     output = fleet.folder / "out.jsonl"

@@ -18,6 +18,7 @@ def test_codes_are_stable() -> None:
         "request_refused",
         "engine_overloaded",
         "engine_error",
+        "engine_aborted",
         "internal_error",
         "timeout",
         "cancelled",
@@ -42,6 +43,7 @@ def test_only_faults_of_the_engine_are_retryable() -> None:
     assert {kind for kind in FailureKind if kind.retryable} == {
         FailureKind.ENGINE_OVERLOADED,
         FailureKind.ENGINE_ERROR,
+        FailureKind.ENGINE_ABORTED,
     }
 
 
