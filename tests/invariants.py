@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Wanted = Literal["ok", "err", "any"]
 
 
-def chat_line(custom_id: str, text: str, *, model: str | None = "test-model", **body: object) -> str:
+def chat_line(custom_id: str, text: str, *, model: str | None = "test-model", **body: Any) -> str:
     """One input line, without its LF."""
     named = {} if model is None else {"model": model}
     request = {
@@ -29,7 +29,7 @@ def chat_line(custom_id: str, text: str, *, model: str | None = "test-model", **
     return json.dumps(request, ensure_ascii=False)
 
 
-def chat_lines(count: int, **body: object) -> list[str]:
+def chat_lines(count: int, **body: Any) -> list[str]:
     """Input lines `c00000` …, each with a text of its own."""
     return [chat_line(f"c{number:05d}", f"text number {number}", **body) for number in range(count)]
 

@@ -13,9 +13,9 @@ import socket
 import subprocess
 import sys
 import time
-import uuid
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import psutil
@@ -29,13 +29,9 @@ from producer.local import find_broker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
     from types import TracebackType
 
     from common.ledger import WorkerBeat
-
-#: Every process that a test starts, and every one that those start, carries this variable with the test's token.
-TOKEN = "FLEET_TEST_TOKEN"
 
 MODEL = "test-model"
 
@@ -198,10 +194,9 @@ class Workplace:
     """
 
     def __init__(self, folder: Path, **environment: str) -> None:
-        self.folder = folder
+        self.folder = folder.resolve()
         self.temp = folder / "t"
         self.state = folder / "state"
-        self.token = uuid.uuid4().hex
         self._count = 0
         self.processes: list[Process] = []
         for each in (self.temp, folder / "home"):
@@ -212,7 +207,6 @@ class Workplace:
             "TMPDIR": str(self.temp),
             "XDG_STATE_HOME": str(self.state),
             "LC_ALL": "C.UTF-8",
-            TOKEN: self.token,
             **environment,
         }
 
@@ -243,11 +237,14 @@ class Workplace:
     # -- what is left -------------------------------------------------------------------------------------------------
 
     def alive(self) -> list[psutil.Process]:
-        """Living processes that were started here, or by those."""
+        """Living processes that were started here, or by those: their working directory lies in the folder.
+
+        Not by name or environment: servers and workers write their title over both.
+        """
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                if process.environ().get(TOKEN) == self.token and process.status() != psutil.STATUS_ZOMBIE:
+                if Path(process.cwd()).is_relative_to(self.folder) and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
 
@@ -258,9 +255,8 @@ class Workplace:
 
     def assert_nothing_left(self) -> None:
         """No process and no socket of what ran here is left."""
-        left = {process.pid: process for process in self.alive()}
-        names = {pid: " ".join(process.cmdline()[:6]) for pid, process in left.items() if process.is_running()}
-        assert not names, f"processes left: {names}"
+        left = self.alive()
+        assert not left, f"processes left: {left}"
         assert not self.sockets(), f"sockets left: {self.sockets()}"
 
     def end(self) -> None:

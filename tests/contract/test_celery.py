@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 AWKWARD = [
     chat_line("é–日本 🙂", "العربية \u2028 e\u0301", z=None, a=1),
     r'{"custom_id":"esc","method":"POST","url":"u","body":{"x":"\u00e9\ud83d\ude42\u0000\/","f":1.0,"g":1e5,"h":-0.0}}',
-    '{ "body" : {"t":0.10, "big":12345678901234567890123, "same":1, "same":2},"url":"u", "method":"POST","custom_id":"o"}',
+    '{ "body" : {"t":0.10,"big":12345678901234567890123,"same":1,"same":2},"url":"u", "method":"POST","custom_id":"o"}',
 ]
 SENTINEL = "sentinel-in-a-prompt"
 

@@ -49,7 +49,7 @@ def all_keys(server: BrokerServer, batch: str) -> set[bytes]:
     return set(server.client.scan_iter(f"fleet:{batch}:*"))
 
 
-# -- rows -----------------------------------------------------------------------------------------------------------------
+# -- rows --------------------------------------------------------------------------------------------------------------
 
 
 def test_the_first_row_of_an_index_wins_and_counts_once(ledger: Ledger, batch: str) -> None:
@@ -162,7 +162,7 @@ def test_rows_are_read_in_order_across_slices(ledger: Ledger, batch: str) -> Non
     assert found == [None if index == 700 else b"%d" % index for index in range(1100)]
 
 
-# -- begin ----------------------------------------------------------------------------------------------------------------
+# -- begin -------------------------------------------------------------------------------------------------------------
 
 
 def test_begin_counts_the_engine_calls_of_a_request(ledger: Ledger, batch: str) -> None:
@@ -228,7 +228,7 @@ def test_nothing_is_written_for_a_run_that_redis_does_not_know(
     assert all_keys(broker_server, batch) == set()
 
 
-# -- runs -----------------------------------------------------------------------------------------------------------------
+# -- runs --------------------------------------------------------------------------------------------------------------
 
 
 def test_of_many_feeders_one_wins_each_shard(ledger: Ledger, batch: str) -> None:
@@ -329,7 +329,7 @@ def test_scripts_survive_a_server_that_forgot_them(ledger: Ledger, batch: str, b
     assert ledger.restore(batch, 2, total=1, shards=1, step=1)
 
 
-# -- workers --------------------------------------------------------------------------------------------------------------
+# -- workers -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_worker_lives_as_long_as_its_heartbeat(ledger: Ledger, broker_server: BrokerServer) -> None:

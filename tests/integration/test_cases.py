@@ -136,13 +136,20 @@ def test_a_file_without_requests_returns_at_once_with_an_empty_output(
 
 
 @pytest.mark.parametrize("name", EMPTY)
-def test_a_file_without_requests_that_is_detached_still_prints_its_id(
-    shared_fleet: FleetServers, output: Path, name: str
-) -> None:
-    run = shared_fleet.producer("submit", str(ALL[name].path), "-o", str(output), "--detach", timeout_s=20)
+def test_a_file_without_requests_that_is_detached_still_prints_its_id(shared_fleet: FleetServers, name: str) -> None:
+    run = shared_fleet.producer("submit", str(ALL[name].path), "--detach", timeout_s=20)
 
     assert run.code == 0, run.stderr
     assert run.stdout.decode().strip() in shared_fleet.batch_ids()
+
+
+def test_options_of_run_batch_are_taken_and_the_output_has_a_default_name(shared_fleet: FleetServers) -> None:
+    path = shared_fleet.write("by-default.jsonl", chat_lines(3))
+
+    run = shared_fleet.producer("submit", "-i", str(path), timeout_s=LIMIT_S)
+
+    assert run.code == 0, run.stderr
+    assert_complete(input_lines(path), (shared_fleet.folder / "by-default.out.jsonl").read_bytes())
 
 
 def test_blank_lines_count_as_physical_lines_in_a_refusal(shared_fleet: FleetServers, output: Path) -> None:
@@ -169,7 +176,7 @@ def test_a_validation_message_does_not_grow_with_the_input(shared_fleet: FleetSe
     assert len(json.dumps(row).encode()) <= 2 * 16 * 1024
 
 
-# -- C locale -----------------------------------------------------------------------------------------------------------
+# -- C locale ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +225,7 @@ def test_help_and_refusals_do_not_crash_in_the_c_locale(c_locale_fleet: FleetSer
     assert "Traceback" not in run.stderr
 
 
-# -- destinations -------------------------------------------------------------------------------------------------------
+# -- destinations ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["path", "other path", "symlink", "hard link", "errors file"])
@@ -279,7 +286,7 @@ def test_a_pipe_as_input_works(shared_fleet: FleetServers, output: Path) -> None
     assert_complete(lines, output.read_bytes())
 
 
-# -- faults of single requests --------------------------------------------------------------------------------------------
+# -- faults of single requests -----------------------------------------------------------------------------------------
 
 
 def base40_with(number: int, **body: object) -> list[str]:

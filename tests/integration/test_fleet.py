@@ -67,7 +67,7 @@ def fetched(servers: FleetServers, batch_id: str) -> bytes:
     return output.read_bytes()
 
 
-# -- commands -------------------------------------------------------------------------------------------------------------
+# -- commands ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_detached_batch_is_listed_and_fetched(paced: FleetServers) -> None:
@@ -209,7 +209,7 @@ def test_options_of_local_mode_are_refused_in_a_fleet(paced: FleetServers) -> No
         assert "--local" in one_line(run)
 
 
-# -- attaching ------------------------------------------------------------------------------------------------------------
+# -- attaching ---------------------------------------------------------------------------------------------------------
 
 
 def test_ctrl_c_leaves_the_batch_to_the_fleet_and_the_same_submit_attaches(paced: FleetServers) -> None:
@@ -247,6 +247,17 @@ def test_new_forces_a_fresh_batch(paced: FleetServers) -> None:
     assert fetched(paced, third)
 
 
+def test_a_completed_batch_is_never_reused(paced: FleetServers) -> None:
+    path = paced.write("again.jsonl", chat_lines(2))
+    first = detach(paced, path)
+    wait_until(lambda: paced.is_closed(first), 60, "the batch is closed")
+
+    second = detach(paced, path)
+
+    assert first != second
+    assert_complete(input_lines(path), fetched(paced, second))
+
+
 def test_two_producers_do_not_mix_their_rows_in_one_output(paced: FleetServers) -> None:
     path = paced.write("lock.jsonl", [*chat_lines(1), chat_line("slow", "y", echo={"latency_s": 4.0})])
     other, output = paced.write("lock2.jsonl", chat_lines(2)), paced.folder / "lock.out"
@@ -274,7 +285,7 @@ def test_batches_with_equal_ids_do_not_mix_their_answers(paced: FleetServers) ->
         assert_complete(lines, output.read_bytes())
 
 
-# -- pacing ---------------------------------------------------------------------------------------------------------------
+# -- pacing ------------------------------------------------------------------------------------------------------------
 
 
 def test_workers_and_aggregator_feed_a_batch_whose_producer_left(paced: FleetServers) -> None:
@@ -313,7 +324,7 @@ def test_a_straggler_does_not_stop_the_requests_behind_its_shard(paced: FleetSer
     assert_complete(lines, fetched(paced, batch_id))
 
 
-# -- safety ---------------------------------------------------------------------------------------------------------------
+# -- safety ------------------------------------------------------------------------------------------------------------
 
 
 class Touch:

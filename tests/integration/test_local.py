@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import redis
 
 from common import layout
+from common.ledger import Ledger
 from common.store import LocalStore
 from tests.conftest import CASES
 from tests.invariants import assert_complete, assert_prefix, chat_line, chat_lines, input_lines
@@ -42,10 +43,6 @@ def assert_one_sentence(result: Result) -> str:
     return said[0]
 
 
-def worker_pids(workplace: Workplace) -> list[int]:
-    return [process.pid for process in workplace.alive() if process.cmdline()[1:4] == ["-m", "workers", "serve"]]
-
-
 def local_folders(workplace: Workplace) -> list[str]:
     """The folders of local brokers that are kept for the same command to go on with."""
     folder = workplace.state / "batch-fleet" / "local"
@@ -56,6 +53,12 @@ def local_broker(workplace: Workplace) -> redis.Redis:
     """A client of the running local broker."""
     (path,) = (path for path in workplace.sockets() if path.is_socket())
     return redis.Redis(unix_socket_path=str(path))
+
+
+def worker_pids(workplace: Workplace) -> list[int]:
+    """Process ids of the local workers, from their heartbeats."""
+    with local_broker(workplace) as client:
+        return [int(beat.worker_id.rsplit("-", 2)[1]) for beat in Ledger(client).workers()]
 
 
 def test_a_plain_file_comes_back_whole_and_in_order_and_nothing_stays_behind(workplace: Workplace) -> None:
@@ -69,15 +72,6 @@ def test_a_plain_file_comes_back_whole_and_in_order_and_nothing_stays_behind(wor
     assert "40 ok, 0 failed" in result.stderr
     workplace.assert_nothing_left()
     assert local_folders(workplace) == []
-
-
-def test_options_of_run_batch_are_taken_and_the_output_has_a_default_name(workplace: Workplace) -> None:
-    path = workplace.write("in.jsonl", chat_lines(3))
-
-    result = workplace.producer("submit", "-i", str(path), *ECHO)
-
-    assert result.code == 0, result.stderr
-    assert_complete(input_lines(path), (workplace.folder / "in.out.jsonl").read_bytes())
 
 
 def interrupted(workplace: Workplace, path: Path, output: Path, number: signal.Signals) -> Process:
@@ -166,6 +160,7 @@ def test_a_worker_that_is_killed_ends_the_command_and_the_same_command_completes
     wait_until(lambda: rows_in(output) >= 16 or not process.running, 60, "the first shard is in the output")
 
     (pid,) = worker_pids(workplace)
+    assert len(workplace.alive()) == 4, "the producer, its broker, aggregator and worker"
     os.kill(pid, signal.SIGKILL)
     first = process.wait(30)
 
@@ -191,24 +186,13 @@ def test_a_batch_that_was_sealed_but_not_assembled_is_finished_by_the_same_comma
 
     process = workplace.start_producer(*command)
     try:
-        result = process.wait(20)
+        wait_until(lambda: not process.running, 20, "the command ends")
     finally:
-        if process.running:
-            process.stop()
+        result = process.stop()
 
     assert result.code == 0, result.stderr
     assert batch_id in result.stderr
     assert_complete(input_lines(path), output.read_bytes())
-
-
-def test_a_completed_batch_is_never_reused(workplace: Workplace) -> None:
-    path, output = workplace.write("in.jsonl", chat_lines(2)), workplace.folder / "out.jsonl"
-    command = ("submit", str(path), *ECHO, "-o", str(output))
-
-    results = [workplace.producer(*command) for _ in range(2)]
-
-    assert [result.code for result in results] == [0, 0]
-    assert len(list(LocalStore(workplace.state / "batch-fleet").names(layout.BATCHES))) == 2
 
 
 def test_two_workers_share_the_work_and_the_output_is_one_in_order(workplace: Workplace) -> None:

@@ -160,7 +160,7 @@ def test_a_worker_without_a_model_is_told_its_usage(fleet: FleetServers) -> None
 @pytest.mark.parametrize(
     "environment",
     [{"FLEET_STORE": ""}, {"FLEET_STORE": "ftp://x/y"}, {"FLEET_WINDOW": "none"}, {"FLEET_BROKER_URL": "amqp://x"}],
-    ids=lambda each: "".join(each),
+    ids="".join,
 )
 def test_an_aggregator_that_cannot_be_set_up_is_one_sentence(fleet: FleetServers, environment: dict[str, str]) -> None:
     merged = {**fleet.environment, **environment}

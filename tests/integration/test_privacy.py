@@ -1,4 +1,4 @@
-"""No prompt and no answer in anything but messages, rows and the batch directory: a marker is planted and looked for."""
+"""No prompt in anything but messages, rows and the batch directory: a marker is planted and looked for."""
 
 from __future__ import annotations
 

@@ -220,24 +220,6 @@ def test_a_cancelled_request_never_returns_a_row(engine: VllmEngine, loop: Any, 
     assert ask([chat()])[0].failure is None
 
 
-def test_rows_are_those_of_run_batch(ask: Callable[..., list[Reply]], model_folder: str, tmp_path: Path) -> None:
-    """The yardstick: `vllm run-batch` with the same flags writes the same rows."""
-    from conftest import FLAGS
-
-    lines = chats(64, max_tokens=16)
-    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    command = [sys.executable, "-m", "vllm.entrypoints.launchers.run_batch", "-i", str(source), "-o", str(target)]
-    done = subprocess.run(
-        [*command, "--model", model_folder, *FLAGS], check=False, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    theirs = target.read_bytes().splitlines()
-    ours = [reply.row for reply in ask(lines)]
-    assert len(theirs) == len(ours)
-    assert [i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if not same_row(a, b)] == []
-
-
 def test_a_killed_engine_is_dead_and_never_a_row(engine: VllmEngine, loop: Any) -> None:
     """The last test of the module: it ends the engine."""
     (core,) = [child for child in psutil.Process().children(recursive=True) if "Engine" in child.name()]

@@ -44,7 +44,7 @@ from workers.engine import Reply, Request, tie
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import AsyncIterator, Awaitable, Mapping, MutableMapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, MutableMapping, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +67,9 @@ MAX_REASON_BYTES = 300
 
 #: Longest part of a user's url in a message.
 MAX_URL_BYTES = 200
+
+#: Longest path of the folder for temporary files that leaves room for an engine's sockets below it.
+MAX_SCRATCH_BASE = 40
 
 #: Longest reason in the sentence of a failed start.
 MAX_START_REASON_BYTES = 1000
@@ -181,19 +184,42 @@ async def open_engine(vllm: Vllm, model: str, engine_args: Sequence[str]) -> Asy
     Raises `EngineStartError` for whatever goes wrong before it serves.
     """
     async with contextlib.AsyncExitStack() as stack:
-        with tempfile.TemporaryDirectory(prefix="fleet-engine-") as scratch:
-            reason_file = Path(scratch) / "reason"
-            # Engine processes inherit it when they are started, and no later.
-            os.environ[tie.REASON_ENV] = str(reason_file)
-            try:
-                serving = await _start_serving(vllm, model, engine_args, stack)
-            except EngineStartError:
-                raise
-            except Exception as exc:
-                raise EngineStartError(start_sentence(exc, reason_file)) from exc
-            finally:
-                del os.environ[tie.REASON_ENV]
+        # Entered before the engine, so removed after it.
+        scratch = stack.enter_context(scratch_folder())
+        reason_file = scratch / "reason"
+        # Engine processes inherit these when they are started, and no later.
+        stack.enter_context(_variable(tie.REASON_ENV, str(reason_file)))
+        if "VLLM_RPC_BASE_PATH" not in os.environ:
+            # vLLM leaves its sockets where they were when it ends (vLLM 0.32, utils/network_utils.py).
+            stack.enter_context(_variable("VLLM_RPC_BASE_PATH", str(scratch)))
+        try:
+            serving = await _start_serving(vllm, model, engine_args, stack)
+        except EngineStartError:
+            raise
+        except Exception as exc:
+            raise EngineStartError(start_sentence(exc, reason_file)) from exc
         yield serving
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Make a folder for what an engine leaves behind. Its path is short: a socket's may have 107 bytes."""
+    base = tempfile.gettempdir()
+    with tempfile.TemporaryDirectory(
+        prefix="fleet-engine-",
+        dir=base if len(base) <= MAX_SCRATCH_BASE else "/tmp",  # noqa: S108 - mkdtemp makes it private
+    ) as folder:
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """Set a variable of this process' environment for a while."""
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
 
 
 async def _start_serving(

@@ -1,0 +1,526 @@
+"""Our kombu transport: deliveries are leases that a living process renews, and nothing is run twice for a lost socket.
+
+Owns: what kombu 5.7 writes to `unacked` and `unacked_index`, when a delivery goes back to its queue, and the scheme
+`fleet`. Must not know: Celery's worker, engines, batches.
+On failure: nothing here raises into kombu's event loop for a broker that is away. Acknowledgements, hand-backs and
+entries that could not be written are kept and tried again; what cannot be put back at exit is left to its lease.
+
+    queue ─BRPOP─▶ held: in `unacked`, score = server's clock, renewed 4 times per lease while `Leases.alive()`
+                     │ ack ───────▶ written within 10 ms or 64 of them, in one MULTI
+                     │ requeue, process exit ──▶ front of its queue, marked redelivered
+                     │ park ──────▶ not renewed any more; the sweep brings it back
+                     │ not renewed for a lease ──sweep──▶ front of its queue, marked redelivered
+                     │ channel closed ──▶ still held and renewed while anyone refers to the message, then handed back
+
+Every delivery gets a tag of its own when it is received, so "the tag is in `unacked`" *means* "it is still ours": a
+process that was stopped beyond its lease cannot renew, acknowledge or requeue what belongs to another by now. Stock
+kombu keeps the tag over a redelivery. Each change is one script or MULTI; a script pushes before it deletes, since
+a server that is full refuses the push.
+
+Closing a channel hands nothing back, because kombu closes channels alike when a socket broke and at the end. So a
+message counts as held until nobody refers to it; requests that Celery drops on a reconnect go back, those that run do
+not. `Leases.hand_back` ends it all; it also runs at the interpreter's exit.
+
+Selected by URL: kombu gives URLs only the transports of its alias table (`kombu.transport.TRANSPORT_ALIASES`), and
+Celery's `broker_transport` is ignored for `redis+socket://` (kombu 5.7, connection.py), so `fleet_url` enters the
+scheme there. What is assumed of kombu's internals is held by `tests/contract/test_transport.py`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import weakref
+from dataclasses import dataclass
+from time import monotonic
+from typing import TYPE_CHECKING, Any, ClassVar
+from urllib.parse import urlsplit
+
+import redis
+from kombu.transport import TRANSPORT_ALIASES, virtual
+from kombu.transport import redis as stock
+from kombu.utils.encoding import bytes_to_str
+from kombu.utils.json import dumps, loads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+logger = logging.getLogger("fleet.transport")
+
+SCHEME = "fleet"
+
+#: An acknowledgement waits at most so long, or for so many others.
+ACK_WAIT_S = 0.01
+ACK_BATCH = 64
+#: Renewals per lease: one may fail.
+RENEWALS = 4
+#: Seconds between tries while the broker is away.
+RETRY_S = 0.25
+#: Tags of one script call or pipeline: a server is never busy for long, and 20 MB payloads are possible.
+RENEW_SLICE = 500
+RESTORE_SLICE = 50
+#: Slices of one sweep; the rest waits for the next one.
+SWEEP_SLICES = 20
+
+_AWAY = (redis.RedisError, OSError)
+
+_NOW = "local t = redis.call('TIME'); local now = t[1] + t[2] / 1000000\n"
+
+#: KEYS unacked, index; ARGV tag, entry.
+_APPEND = f"""{_NOW}
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+redis.call('ZADD', KEYS[2], now, ARGV[1])
+"""
+
+#: KEYS index; ARGV tags. Returns those that are not ours any more.
+_RENEW = f"""{_NOW}
+local lost = {{}}
+for _, tag in ipairs(ARGV) do
+  if redis.call('ZSCORE', KEYS[1], tag) then redis.call('ZADD', KEYS[1], 'XX', now, tag)
+  else lost[#lost + 1] = tag end
+end
+return lost
+"""
+
+#: KEYS unacked, index, swept; ARGV lease, limit, seconds between sweeps. Returns tag, entry, tag, entry …
+#: Nothing is restored before sweeps have gone on for half a lease without a gap: after an outage or a pause of the
+#: broker every lease looks expired, and the holders come first.
+_EXPIRED = f"""{_NOW}
+local since = redis.call('GET', KEYS[3])
+redis.call('SET', KEYS[3], since or now, 'PX', math.ceil(ARGV[3] * 3000))
+if not since or now - since < ARGV[1] / 2 then return {{}} end
+local found = {{}}
+for _, tag in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now - ARGV[1], 'LIMIT', 0, ARGV[2])) do
+  local entry = redis.call('HGET', KEYS[1], tag)
+  if entry then found[#found + 1] = tag; found[#found + 1] = entry
+  else redis.call('ZREM', KEYS[2], tag) end
+end
+return found
+"""
+
+#: KEYS unacked, index, queues …; ARGV tag, message, lease ('0': at any age).
+_RESTORE = f"""{_NOW}
+local score = redis.call('ZSCORE', KEYS[2], ARGV[1])
+if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 or (score and now - score < tonumber(ARGV[3])) then return 0 end
+for i = 3, #KEYS do redis.call('RPUSH', KEYS[i], ARGV[2]) end
+redis.call('HDEL', KEYS[1], ARGV[1])
+redis.call('ZREM', KEYS[2], ARGV[1])
+return 1
+"""
+
+#: Redis 7 and Valkey: a full server still lets leases be renewed and messages move; they take no more room than before.
+_ALLOW_FULL = "#!lua flags=allow-oom\n"
+
+
+@dataclass(slots=True)
+class _Held:
+    """A delivery in hand. `entry`: not written to `unacked` yet. `ours`: the lease was not lost to a sweep."""
+
+    message: weakref.ref[Any]
+    entry: str | None = None
+    ours: bool = True
+
+
+class Leases:
+    """The deliveries that this process holds, and the one thread that writes for them through a client of its own.
+
+    There is one per process. kombu makes transports, channels and their QoS from a class and passes them nothing of
+    ours, so it hangs on the class: `Transport.leases`. The thread starts with the first delivery; a process that
+    only publishes has none.
+
+    Two questions are for the worker to answer. `alive`: while it says False nothing is renewed, so that a worker whose
+    engine hangs loses its requests. `dropped`: the messages that the consumer gives up when its channel closes though
+    something may still refer to them; for Celery 5.7 those of `celery.worker.state.scheduled_requests`.
+    """
+
+    def __init__(self) -> None:
+        self.alive: Callable[[], bool] = lambda: True
+        self.dropped: Callable[[], Iterable[Any]] = tuple
+        self._lock = threading.Lock()
+        self._held: dict[str, _Held] = {}
+        #: Held, but received on a channel that was closed since.
+        self._detached: set[str] = set()
+        self._acks: list[str] = []
+        self._returns: list[str] = []
+        self._wake = threading.Event()
+        self._full = threading.Event()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._pid = 0
+        self._server: tuple[Any, ...] = ()
+        self._renew_at = self._lease_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def detached(self) -> int:
+        """How many deliveries are in hand whose channel is closed; they still take room in the prefetch window."""
+        return len(self._detached)
+
+    def bind(self, channel: Any) -> None:
+        """Write to this channel's server from now on. Raises `RuntimeError` for a second server in use."""
+        params = channel._connparams()  # noqa: SLF001 - kombu has no public way; all here is held by the contract test
+        server = tuple(params.get(name) for name in ("host", "port", "path", "db", "username"))
+        with self._lock:
+            if server != self._server and self._held:
+                raise RuntimeError("a process holds deliveries of one broker only")
+            #: Names queues and keys, which works on a closed channel too.
+            self._channel = channel
+            self._lease_s = float(channel.visibility_timeout)
+            self._keys = (channel.unacked_key, channel.unacked_index_key)
+            if server == self._server:
+                return
+            timeout_s = max(0.5, self._lease_s / RENEWALS)
+            params.update(socket_timeout=timeout_s, max_connections=8, retry_on_timeout=False)
+            if "host" in params:
+                params["socket_connect_timeout"] = timeout_s
+            self._client: Any = redis.Redis(connection_pool=redis.ConnectionPool(**params))
+            version = str(self._client.info("server")["redis_version"])
+            head = _ALLOW_FULL if int(version.partition(".")[0]) >= 7 else ""
+            self._append, self._renew, self._expired, self._restore = (
+                self._client.register_script(head + body) for body in (_APPEND, _RENEW, _EXPIRED, _RESTORE)
+            )
+            if not self._pid:
+                atexit.register(self.hand_back)
+            self._server, self._pid = server, os.getpid()
+
+    # -- what becomes of a delivery -----------------------------------------------------------------------------------
+
+    def hold(self, client: Any, tag: str, message: Any, entry: str) -> None:
+        """Take a delivery in hand. It is run even if it cannot be written now: it was popped, and would be lost."""
+        held = _Held(weakref.ref(message))
+        with self._lock:
+            self._held[tag] = held
+            if self._thread is None or not self._thread.is_alive():
+                self._stop.clear()
+                self._renew_at = monotonic() + self._lease_s / RENEWALS
+                self._thread = threading.Thread(target=self._run, name="fleet-leases", daemon=True)
+                self._thread.start()
+        try:
+            self._append(keys=self._keys, args=[tag, entry], client=client)
+        except _AWAY as exc:
+            logger.warning("a delivery could not be written to %s yet: %s", self._keys[0], type(exc).__name__)
+            held.entry = entry
+            self._wake.set()
+
+    def ack(self, tag: str) -> None:
+        """Acknowledge. Never blocks or fails; does nothing to what is parked, handed back or another's by now."""
+        self._drop(tag, self._acks)
+        if len(self._acks) >= ACK_BATCH:
+            self._full.set()
+        self._wake.set()
+
+    def requeue(self, tag: str) -> None:
+        """Put a delivery back to the front of its queue."""
+        self._drop(tag, self._returns)
+        self._full.set()
+        self._wake.set()
+
+    def park(self, tag: str) -> None:
+        """Renew no more: the delivery comes back after a lease. Acknowledge it then as usual; that frees the slot."""
+        self._drop(tag, [])
+
+    def detach(self, tags: Sequence[str]) -> None:
+        """The channel of these deliveries is closed. They stay held while anyone refers to their messages."""
+        dropped = {message.delivery_tag for message in self.dropped()}
+        with self._lock:
+            self._detached.update(tag for tag in tags if tag in self._held)
+        for tag in reversed(tags):
+            if tag in dropped:
+                self.requeue(tag)
+
+    def hand_back(self) -> None:
+        """Put everything back at once, oldest first in line, and stop; what the broker does not take has its lease."""
+        if self._pid != os.getpid():  # never bound, or a fork: the deliveries are the parent's
+            return
+        self._stop.set()
+        self._wake.set()
+        self._full.set()
+        if self._thread is not None:
+            self._thread.join(2.0)
+        try:
+            self._write_acks()
+            self._write_entries()
+            with self._lock:
+                self._returns += [tag for tag, held in reversed(self._held.items()) if held.ours]
+                self._held.clear()
+                self._detached.clear()
+            self._write_returns()
+        except _AWAY as exc:
+            logger.warning("deliveries not handed back, they are left to their lease: %s", type(exc).__name__)
+        self._client.connection_pool.disconnect()
+
+    def sweep(self, client: Any, every_s: float) -> None:
+        """Put back deliveries, anybody's, that were not renewed for a lease. Raises redis-py's errors."""
+        for _ in range(SWEEP_SLICES):
+            keys = [*self._keys, f"{self._keys[0]}_swept"]
+            found = self._expired(keys, [self._lease_s, RESTORE_SLICE, every_s], client)
+            back = self._put_back(client, list(zip(found[::2], found[1::2], strict=True)), self._lease_s)
+            if back:
+                logger.warning("%d deliveries were put back: their lease had run out", back)
+            if len(found) < 2 * RESTORE_SLICE:
+                return
+
+    def _drop(self, tag: str, then: list[str]) -> None:
+        """Let a delivery go; if it was ours, note it for the thread. The lists are emptied in place, by `_take`."""
+        with self._lock:
+            held = self._held.pop(tag, None)
+            self._detached.discard(tag)
+            if held is not None and held.ours:
+                then.append(tag)
+
+    def _take(self, tags: list[str]) -> list[Any]:
+        with self._lock:
+            taken = tags[:]
+            tags.clear()
+        return taken
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        away = False
+        while not self._stop.is_set():
+            # After a reconnect, look soon for what Celery dropped.
+            self._wake.wait(min(max(0.0, self._renew_at - monotonic()), 1.0 if self._detached else 60.0))
+            if self._wake.is_set():
+                self._full.wait(ACK_WAIT_S)
+            self._wake.clear()
+            self._full.clear()
+            trouble = self._round()
+            if trouble is not None and not away:
+                logger.warning("the broker does not take acknowledgements or leases: %s; trying on", trouble)
+            away = trouble is not None
+            if away:
+                self._stop.wait(min(RETRY_S, self._lease_s / RENEWALS / 2))
+                self._wake.set()
+
+    def _round(self) -> str | None:
+        """Write what is due, leases first; what went wrong, if anything did."""
+        trouble = None
+        for write in (self._write_leases, self._write_acks, self._write_entries, self._write_returns):
+            try:
+                write()
+            except redis.ResponseError as exc:  # one refused write must not hold up the others
+                trouble = str(exc)
+            except _AWAY as exc:
+                return type(exc).__name__
+        return trouble
+
+    def _write_leases(self) -> None:
+        with self._lock:
+            gone = [tag for tag in self._detached if self._held[tag].message() is None]
+        for tag in gone:
+            self.requeue(tag)
+        if monotonic() < self._renew_at:
+            return
+        if self.alive():
+            with self._lock:
+                tags = [tag for tag, held in self._held.items() if held.ours and held.entry is None]
+            lost = {tag for part in _slices(tags, RENEW_SLICE) for tag in self._renew(self._keys[1:], part)}
+            with self._lock:
+                held = [self._held[tag] for tag in map(bytes_to_str, lost) if tag in self._held]
+            for each in held:
+                each.ours = False
+            if held:
+                logger.warning("%d deliveries are another's by now: they were not renewed for a lease", len(held))
+        else:
+            logger.warning("the engine host is stale: %d deliveries are not renewed", len(self._held))
+        self._renew_at = monotonic() + self._lease_s / RENEWALS
+
+    def _write_acks(self) -> None:
+        tags = self._take(self._acks)
+        try:
+            for part in _slices(tags, RENEW_SLICE):
+                with self._client.pipeline(transaction=True) as pipe:
+                    pipe.hdel(self._keys[0], *part).zrem(self._keys[1], *part).execute()
+        except BaseException:
+            with self._lock:
+                self._acks += tags  # removing twice does no harm
+            raise
+
+    def _write_entries(self) -> None:
+        with self._lock:
+            late = [(tag, held) for tag, held in self._held.items() if held.entry is not None]
+        for tag, held in late:
+            args: list[Any] = [tag, held.entry]
+            self._append(self._keys, args)
+            held.entry = None
+
+    def _write_returns(self) -> None:
+        tags = self._take(self._returns)
+        try:
+            for part in _slices(tags, RESTORE_SLICE):
+                found = zip(part, self._client.hmget(self._keys[0], part), strict=True)
+                self._put_back(self._client, [(tag, entry) for tag, entry in found if entry is not None], 0)
+        except BaseException:
+            with self._lock:
+                self._returns += tags  # what was put back already is not in `unacked` any more
+            raise
+
+    def _put_back(self, client: Any, entries: Sequence[tuple[Any, Any]], lease_s: float) -> int:
+        """Put entries of `unacked` back, the first one deepest; returns how many still had to be."""
+        with client.pipeline(transaction=False) as pipe:
+            for tag, entry in entries:
+                try:
+                    queues, message = _redelivered(self._channel, entry)
+                except (ValueError, KeyError, TypeError):
+                    logger.error("an entry of %s cannot be read and stays there", self._keys[0])
+                    continue
+                self._restore(keys=[*self._keys, *queues], args=[tag, message, lease_s], client=pipe)
+            answers = pipe.execute(raise_on_error=False)
+        for answer in answers:
+            if isinstance(answer, Exception):
+                logger.error("a delivery was not put back: %s", answer)
+        return sum(answer == 1 for answer in answers)
+
+
+def _redelivered(channel: Any, entry: bytes) -> tuple[list[str], str]:
+    """Where an entry of `unacked` goes, and what goes there. kombu 5.7: an entry is [message, exchange, routing key].
+
+    Our own entries name their queue by the anonymous exchange; a stock worker's need the exchange's table.
+    """
+    message, exchange, routing_key = loads(bytes_to_str(entry))
+    message["headers"]["redelivered"] = True
+    message["properties"]["delivery_info"]["redelivered"] = True
+    priority = channel._get_message_priority(message, reverse=False)  # noqa: SLF001
+    queues = channel._lookup(exchange, routing_key) or [routing_key]  # noqa: SLF001
+    return [channel._q_for_pri(queue, priority) for queue in queues], dumps(message)  # noqa: SLF001
+
+
+def _slices(tags: list[Any], size: int) -> Iterable[list[Any]]:
+    return (tags[start : start + size] for start in range(0, len(tags), size))
+
+
+def _from_queue(raw: dict[str, Any], queue: str) -> dict[str, Any]:
+    """Note in a raw message the queue that it came from: there it goes back to, whatever else its exchange feeds."""
+    raw["properties"].setdefault("delivery_info", {})["queue"] = queue
+    return raw
+
+
+class Message(virtual.Message):  # type: ignore[misc]  # kombu has no types
+    """A delivery, under a tag of its own. `delivery_info["redelivered"]` is true if it is not the first one."""
+
+    def __init__(self, payload: dict[str, Any], channel: Any = None, **kwargs: Any) -> None:
+        payload["properties"]["delivery_tag"] = channel._next_delivery_tag()  # noqa: SLF001
+        super().__init__(payload, channel=channel, **kwargs)
+
+
+class QoS(stock.QoS):  # type: ignore[misc]  # kombu has no types
+    """The prefetch window of a channel. What is in hand is the business of `Leases`."""
+
+    def __init__(self, channel: Any, prefetch_count: int = 0) -> None:
+        self._leases: Leases = channel.connection.leases
+        self._leases.bind(channel)
+        super().__init__(channel, prefetch_count)
+        self._swept_at = monotonic()
+
+    def can_consume(self) -> bool:
+        """Whether the window has room. What runs on since before a reconnect takes its place in it."""
+        in_hand = len(self._delivered) - len(self._dirty) + self._leases.detached
+        return not self.prefetch_count or in_hand < self.prefetch_count
+
+    def append(self, message: Any, delivery_tag: str) -> None:
+        """Take a delivery in hand."""
+        info = message.delivery_info
+        where = ("", info["queue"]) if "queue" in info else (info["exchange"], info["routing_key"])
+        entry = dumps([message._raw, *where])  # noqa: SLF001
+        self._leases.hold(self.channel._create_client(), delivery_tag, message, entry)  # noqa: SLF001
+        virtual.QoS.append(self, message, delivery_tag)
+
+    def ack(self, delivery_tag: str) -> None:
+        """Acknowledge; the broker hears of it within 10 ms, or when it is back."""
+        self._leases.ack(delivery_tag)
+        self._quick_ack(delivery_tag)
+
+    def reject(self, delivery_tag: str, requeue: bool = False) -> None:  # noqa: FBT002 - kombu's signature
+        """Discard, or put back to the front of the queue (stock kombu: to its end)."""
+        (self._leases.requeue if requeue else self._leases.ack)(delivery_tag)
+        self._quick_ack(delivery_tag)
+
+    def restore_unacked(self, client: Any = None) -> None:  # noqa: ARG002 - kombu's signature
+        """Put everything of this channel back: `basic_recover`."""
+        for tag in reversed(list(self._delivered)):
+            self._leases.requeue(tag)
+        self._delivered.clear()
+
+    def restore_unacked_once(self, stderr: Any = None) -> None:  # noqa: ARG002 - kombu's signature
+        """The channel closes. Nothing is put back here; stock kombu would run again what is still running."""
+        self._on_collect.cancel()
+        self._leases.detach(list(self._delivered))
+        self._delivered.clear()
+        self._delivered.restored = True
+
+    def restore_visible(self, *_: Any, **__: Any) -> None:
+        """Sweep, in the consumer's loop; kombu calls this every `unacked_restore_interval`, and at each empty poll."""
+        every_s = self.channel.unacked_restore_interval
+        if monotonic() - self._swept_at >= every_s / 2:
+            self._swept_at = monotonic()
+            self._leases.sweep(self.channel._create_client(), every_s)  # noqa: SLF001
+
+
+class Channel(stock.Channel):  # type: ignore[misc]  # kombu has no types
+    """A channel with one client for all its commands; stock kombu makes a `redis.Redis` per command, 48 µs each."""
+
+    QoS = QoS
+    Message = Message
+    _shared: Any = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.global_keyprefix:
+            raise ValueError("the fleet's transport has no global_keyprefix: give the fleet a database of its own")
+
+    def _create_client(self, asynchronous: bool = False) -> Any:  # noqa: FBT002 - kombu's signature
+        if asynchronous:
+            return super()._create_client(asynchronous=True)
+        if self._shared is None or self._shared.connection_pool is not self._pool:
+            self._shared = super()._create_client()
+        return self._shared
+
+    def _get(self, queue: str) -> dict[str, Any]:
+        return _from_queue(super()._get(queue), queue)
+
+    def close(self) -> None:
+        """Close. Over a dead socket stock kombu breaks off at the reply that it waits for, and stays half open."""
+        try:
+            super().close()
+        except self.connection_errors:
+            if not self.closed:
+                super().close()
+
+
+class Transport(stock.Transport):  # type: ignore[misc]  # kombu has no types
+    """kombu's Redis transport with leases."""
+
+    Channel = Channel
+    leases: ClassVar[Leases] = Leases()
+
+    def _deliver(self, message: dict[str, Any], queue: str) -> None:
+        super()._deliver(_from_queue(message, queue), queue)
+
+
+def fleet_url(broker_url: str) -> str:
+    """The URL that makes kombu and Celery talk to this Redis by our transport: `fleet://…`, `fleet+socket://…`."""
+    TRANSPORT_ALIASES[SCHEME] = f"{__name__}:{Transport.__name__}"
+    parts = urlsplit(broker_url)
+    query = parts.query
+    if parts.scheme == "rediss" and "ssl_cert_reqs=" not in query:
+        # kombu knows TLS by the scheme `rediss` or by these options; without either it would talk in the clear.
+        query = f"{query}&ssl_cert_reqs=required".lstrip("&")
+    rest = broker_url.partition("://")[2].partition("?")[0]
+    kind = "+socket" if parts.scheme.endswith("+socket") else ""
+    return f"{SCHEME}{kind}://{rest}" + (f"?{query}" if query else "")
+
+
+def transport_options(lease_s: float, *, sweep_s: float = 5.0) -> dict[str, Any]:
+    """Options for `broker_transport_options`. Seconds; a dead holder's messages run again after the sum at most."""
+    return {
+        "visibility_timeout": lease_s,
+        "unacked_restore_interval": sweep_s,
+        # For a stock worker that still shares the server: sweep each time, and let no dead sweeper block the others.
+        "unacked_restore_throttle": 1,
+        "unacked_mutex_expire": 30,
+    }
