@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from common.batch import Manifest, Shard
-    from common.ledger import Ledger
+    from common.ledger import Ledger, Progress
     from common.store import ObjectStore
 
 #: Messages of one pipeline to Redis.
@@ -74,6 +74,11 @@ class Feeder:
 
         Unfinished requests count, not open shards: one straggler keeps its shard open and must not starve engines.
         """
+        progress = self._progress()
+        if progress is not None and not progress.closed and self._all_sealed(progress):
+            # Sealed and not assembled: whoever sealed the last shard died before it said so.
+            send(self._app, broker.ASSEMBLE_BATCH, batch_id=self._manifest.batch_id, run=self._run)
+            return 0
         published = 0
         while published != at_most and (shard := self._next()) is not None:
             if not self._ledger.claim_shard(self._manifest.batch_id, self._run, shard.number):
@@ -84,8 +89,17 @@ class Feeder:
             published += 1
         return published
 
+    def _progress(self) -> Progress | None:
+        return self._ledger.progress(self._manifest.batch_id, self._run)
+
+    def _all_sealed(self, progress: Progress) -> bool:
+        return (
+            progress.finished >= progress.total
+            and self._ledger.sealed_count(self._manifest.batch_id, self._run) >= progress.shards
+        )
+
     def _next(self) -> Shard | None:
-        progress = self._ledger.progress(self._manifest.batch_id, self._run)
+        progress = self._progress()
         if progress is None or progress.closed or progress.frontier >= len(self._shards):
             return None
         shard = self._shards[progress.frontier]

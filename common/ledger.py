@@ -170,10 +170,14 @@ return redis.call('SADD', KEYS[2], ARGV[1])
 
 _CLOSE = """
 local head, sealed = KEYS[1], KEYS[2]
-if redis.call('EXISTS', head) == 0 then return 0 end
+local shards = redis.call('HGET', head, 'shards')
+if not shards then return 0 end
 redis.call('HSET', head, 'closed', ARGV[1])
 redis.call('EXPIRE', head, ARGV[2])
 redis.call('EXPIRE', sealed, ARGV[2])
+for shard = 0, tonumber(shards) - 1 do
+    for i = 3, #ARGV do redis.call('EXPIRE', ARGV[i] .. shard, ARGV[2]) end
+end
 return 1
 """
 
@@ -342,7 +346,8 @@ class Ledger:
 
     def close(self, batch_id: str, run: int, status: str) -> None:
         """Close the run: deliveries are answered as done, and what is left expires."""
-        self._close.call((keys.head(batch_id, run), keys.sealed(batch_id, run)), (status, keys.CLOSED_TTL_S))
+        prefixes = [key(batch_id, run, 0)[:-1] for key in (keys.rows, keys.marks, keys.calls)]
+        self._close.call((keys.head(batch_id, run), keys.sealed(batch_id, run)), (status, keys.CLOSED_TTL_S, *prefixes))
 
     # -- workers ----------------------------------------------------------------------------------------------------
 

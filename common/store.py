@@ -70,7 +70,10 @@ class _LocalWriter:
         self.created = False
 
     def write(self, data: bytes, /) -> None:
-        self._file.write(data)
+        try:
+            self._file.write(data)
+        except OSError as exc:
+            raise StoreUnavailableError(f"the store failed while it wrote: {exc.strerror}") from exc
 
 
 class LocalStore:
@@ -80,7 +83,7 @@ class LocalStore:
         """Use `root`, creating it if its parent exists and it does not."""
         self.root = root
         try:
-            root.mkdir(parents=True, exist_ok=True)
+            root.mkdir(exist_ok=True)
         except OSError as exc:
             raise StoreUnavailableError(f"the store's folder {root} cannot be used: {exc.strerror}") from exc
 
@@ -98,13 +101,18 @@ class LocalStore:
             target.parent.mkdir(parents=True, exist_ok=True)
             descriptor, temporary = tempfile.mkstemp(prefix=".tmp-", dir=target.parent)
         try:
-            with os.fdopen(descriptor, "wb") as file:
+            file = os.fdopen(descriptor, "wb")
+            try:
                 writer = _LocalWriter(file)
                 yield writer
                 with self._outage(name):
                     file.flush()
                     os.fchmod(file.fileno(), 0o644)
                     os.fsync(file.fileno())
+            finally:
+                # Closing flushes once more what could not be flushed: the first error is the one that tells.
+                with contextlib.suppress(OSError):
+                    file.close()
             with self._outage(name):
                 writer.created = self._put_in_place(temporary, target, replace=replace)
                 _sync_folder(target.parent)

@@ -289,7 +289,10 @@ class Leases:
                 self._full.wait(ACK_WAIT_S)
             self._wake.clear()
             self._full.clear()
-            trouble = self._round()
+            try:
+                trouble = self._round()
+            except Exception as exc:  # noqa: BLE001 - without this thread every lease would run out
+                trouble = repr(exc)
             if trouble is not None and not away:
                 logger.warning("the broker does not take acknowledgements or leases: %s; trying on", trouble)
             away = trouble is not None

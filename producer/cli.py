@@ -258,13 +258,13 @@ class _Submission:
         fleet = control.Fleet.connect(self._settings, self._store)
         if self._options.detach:
             manifest = self._durable(progress, None, fleet.ledger)
-            control.start(fleet, manifest)
             _print(manifest.batch_id)
+            control.start(fleet, manifest)
             return EXIT_OK
         with self._destination() as destination:
             manifest = self._durable(progress, None, fleet.ledger)
-            destination.begin()
             try:
+                destination.begin()
                 control.start(fleet, manifest)
                 state = self._wait(fleet, manifest, destination, progress)
             except Interrupted:
@@ -382,7 +382,7 @@ class _Submission:
         counts, took_s = state.counts, time.monotonic() - self._started
         done = counts.completed + counts.failed
         # Of the time in which somebody worked: loading an engine says nothing about its speed.
-        requests_s = (done - self._done_before) / self._waited_s if self._waited_s else 0.0
+        requests_s = (done - self._done_before) / max(self._waited_s, 0.1)
         progress.update(done=done, total=counts.total, failed=counts.failed, tokens=state.usage.completion_tokens)
         progress.note("")
         progress.say(
@@ -499,7 +499,7 @@ def _list(options: argparse.Namespace, _: list[str]) -> int:
 def _fetch(options: argparse.Namespace, _: list[str]) -> int:
     store, ledger = _stored(options)
     manifest = read_manifest(store, layout.checked_batch_id(options.batch))
-    check_destinations(os.devnull, options.output, options.errors)
+    check_destinations(None, options.output, options.errors)
     with contextlib.closing(Destination(options.output, options.errors)) as destination:
         end = control.fetch(store, manifest, destination)
         if end is None:

@@ -156,7 +156,8 @@ def write_batch(
     manifest = Manifest(
         batch_id=batch_id,
         created_at=now(),
-        input_name=checked.name,
+        # A file name is bytes; the manifest is JSON.
+        input_name=os.fsencode(checked.name).decode("utf-8", "replace"),
         endpoint=checked.endpoint,
         model=checked.model,
         digest=digest,

@@ -4,7 +4,7 @@ Owns: the embedded broker, the aggregator's and the workers' processes, their lo
 Must not know: the workers' code (it starts `python -m workers`), the command line.
 On failure: a process that dies ends the wait with one sentence, taken from its log, and everything else is ended too.
 
-    broker ─▶ aggregator, workers (the engine loads while the input is written) ─▶ batch ─▶ all ended, newest first
+    broker ─▶ aggregator, workers (the engine loads while the input is written) ─▶ batch ─▶ all ended, the broker last
 
 Every process is in a session of its own, so that Ctrl-C reaches only the producer, which then ends them in order.
 On Linux each asks the kernel to be ended when the producer dies, however it dies; a vLLM engine is tied to its worker
@@ -137,7 +137,7 @@ class LocalFleet:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def stop(self) -> None:
-        """End every process: workers first, all at once, then the aggregator, then the broker. May be called twice.
+        """End every process: workers and aggregator all at once, then the broker. May be called twice.
 
         Signals wait meanwhile: an ending that is interrupted would leave processes behind.
         """
@@ -145,15 +145,13 @@ class LocalFleet:
             self._stop()
 
     def _stop(self) -> None:
-        workers = [process for process in self._processes if process.name.startswith("worker")]
-        others = [process for process in reversed(self._processes) if process not in workers]
-        for process in workers:
-            process.terminate()
-        for process in workers:
-            process.finish(WORKER_STOP_S)
-        for process in others:
-            process.terminate()
-            process.finish(BROKER_STOP_S)
+        brokers = [process for process in self._processes if process.name == "broker"]
+        clients = [process for process in self._processes if process not in brokers]
+        for group, timeout_s in ((clients, WORKER_STOP_S), (brokers, BROKER_STOP_S)):
+            for process in group:
+                process.terminate()
+            for process in group:
+                process.finish(timeout_s)
         self._processes.clear()
         self._cleanup.close()
 

@@ -34,9 +34,9 @@ def default_output(input_name: str) -> str:
     return str(path.with_name(path.name.removesuffix(".jsonl") + ".out.jsonl"))
 
 
-def check_destinations(input_path: str, *names: str | None) -> None:
+def check_destinations(input_path: str | None, *names: str | None) -> None:
     """Refuse destinations that cannot work. Writes nothing that stays. Raises `DestinationError`."""
-    seen: list[tuple[str, str]] = [(input_path, "the input")]
+    seen: list[tuple[str, str]] = [] if input_path is None else [(input_path, "the input")]
     for name in names:
         if name is None:
             continue
@@ -99,6 +99,7 @@ class OutputFile:
                 raise DestinationError(f"another producer is writing {name}") from None
             raise DestinationError(f"{name} cannot be locked: {exc.strerror}") from None
         self.rows = 0
+        self._size = 0
 
     def begin(self) -> None:
         """Empty the file: from now on it holds a prefix of the output."""
@@ -118,7 +119,10 @@ class OutputFile:
             view = memoryview(block)
             while view:
                 view = view[os.write(self._descriptor, view) :]
+            self._size += len(block)
         except OSError as exc:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, self._size)  # no half row stays
             raise OutputFailedError(f"{self.name} cannot be written: {exc.strerror}") from None
 
     def close(self, *, durable: bool = False) -> None:

@@ -45,9 +45,9 @@ class Rates:
 
 def duration(seconds: float) -> str:
     """Seconds for people: 9.3 s, 4:05, 1:02:03."""
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(int(seconds), 60)
+    minutes, rest = divmod(max(60, int(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 

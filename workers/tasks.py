@@ -35,16 +35,16 @@ MAX_WAIT_S = 30
 
 
 def register(app: WorkerApp) -> None:
-    """Register the tasks with an app."""
+    """Register the tasks with an app, and with no other one of the process (`shared`)."""
 
-    @app.task(name=broker.RUN_REQUEST)  # type: ignore[untyped-decorator]  # Celery has no types
+    @app.task(name=broker.RUN_REQUEST, shared=False, Request="workers.pool:QuietRequest")  # type: ignore[untyped-decorator]  # Celery has no types
     async def run_request(*, batch_id: str, run: int, shard: int, index: int, count: int, line: str) -> int:
         """Run one request on the engine and record its row. `count` is the number of requests of the shard."""
         delivery = current_delivery.get()
         await delivery.host.run_request(Address(batch_id, run, shard, index), count, line, delivery)
         return broker.RECEIPT
 
-    @app.task(name=broker.SEAL_SHARD, bind=True, max_retries=None, ignore_result=True)  # type: ignore[untyped-decorator]  # Celery has no types
+    @app.task(name=broker.SEAL_SHARD, bind=True, max_retries=None, ignore_result=True, shared=False)  # type: ignore[untyped-decorator]  # Celery has no types
     def seal_shard(task: Any, _receipts: object = None, *, batch_id: str, run: int, shard: int) -> None:
         """Seal a shard; sent by its chord, or by whoever recorded the shard's last row."""
         try:
@@ -58,7 +58,7 @@ def register(app: WorkerApp) -> None:
         except OUTAGES as exc:
             raise _later(task, exc) from None
 
-    @app.task(name=broker.ASSEMBLE_BATCH, bind=True, max_retries=None, ignore_result=True)  # type: ignore[untyped-decorator]  # Celery has no types
+    @app.task(name=broker.ASSEMBLE_BATCH, bind=True, max_retries=None, ignore_result=True, shared=False)  # type: ignore[untyped-decorator]  # Celery has no types
     def assemble_batch(task: Any, *, batch_id: str, run: int) -> None:
         """Assemble a batch whose shards are all sealed."""
         try:
@@ -66,7 +66,7 @@ def register(app: WorkerApp) -> None:
         except OUTAGES as exc:
             raise _later(task, exc) from None
 
-    @app.task(name=broker.FEED, bind=True, max_retries=None, ignore_result=True)  # type: ignore[untyped-decorator]  # Celery has no types
+    @app.task(name=broker.FEED, bind=True, max_retries=None, ignore_result=True, shared=False)  # type: ignore[untyped-decorator]  # Celery has no types
     def feed(task: Any, *, batch_id: str, run: int) -> None:
         """Publish the next shards of a batch, as its window allows."""
         try:

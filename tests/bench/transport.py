@@ -1,6 +1,6 @@
 """CPU per task of a Celery worker over kombu's stock Redis transport and over ours, in interleaved rounds.
 
-    python tests/bench/transport.py [--tasks 4000] [--rounds 3] [--inflight 256]
+    python -m tests.bench.transport [--tasks 4000] [--rounds 3] [--inflight 256]
 
 The tasks do nothing, so what is left is the price of a delivery: receive, lease, run, acknowledge. Two pools: Celery's
 threads and the fleet's asyncio pool on a bare loop. Start-up is excluded. Prints one JSON line per round and pool, and
@@ -70,6 +70,11 @@ def cpu_s(pid: int) -> float:
     return float(times.user + times.system)
 
 
+def served_s(broker: BrokerServer) -> float:
+    spent = broker.client.info("cpu")
+    return float(spent["used_cpu_user"]) + float(spent["used_cpu_sys"])
+
+
 def measure(
     broker: BrokerServer, folder: Path, pool: str, transport: str, tasks: int, inflight: int
 ) -> dict[str, float]:
@@ -98,14 +103,14 @@ def measure(
         publish(50)  # warm up, and know that it is ready
         wait_until(lambda: not worker.running or done(), 60, "the worker is warm")
         assert worker.running, worker.stderr
-        before, served = cpu_s(worker.pid), float(broker.client.info("cpu")["used_cpu_user"])
+        before, served = cpu_s(worker.pid), served_s(broker)
         started = time.monotonic()
         publish(tasks)
         while not done():
             time.sleep(0.05)
         seconds = time.monotonic() - started
         spent = cpu_s(worker.pid) - before
-        server = float(broker.client.info("cpu")["used_cpu_user"]) - served
+        server = served_s(broker) - served
         app.close()
         return {
             "cpu_ms_per_task": round(1000 * spent / tasks, 3),

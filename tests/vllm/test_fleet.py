@@ -8,7 +8,6 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-import psutil
 import pytest
 from conftest import FLAGS
 
@@ -17,6 +16,8 @@ from tests.servers import wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import psutil
 
     from tests.servers import Workplace
 

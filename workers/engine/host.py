@@ -204,16 +204,15 @@ class EngineHost:
                 self._ledger.beat(beat, BEAT_TTL_S)
             except redis.RedisError as exc:
                 logger.warning("heartbeat not written: %s", type(exc).__name__)
-            if self._wait_for_beat():
+            if self._wait_for_beat(beat.state):
                 break
         try:
             self._ledger.forget_worker(self._worker_id)
         except redis.RedisError as exc:
             logger.warning("heartbeat not removed: %s", type(exc).__name__)
 
-    def _wait_for_beat(self) -> bool:
-        """Wait one interval, less when the state changes; True when stopping."""
-        state = self._state
+    def _wait_for_beat(self, state: str) -> bool:
+        """Wait one interval, less when the state is no longer the one that was written; True when stopping."""
         waited_s = 0.0
         while waited_s < BEAT_INTERVAL_S and self._state == state:
             if self._stopping.wait(0.25):
