@@ -116,9 +116,10 @@ _ALLOW_FULL = "#!lua flags=allow-oom\n"
 
 @dataclass(slots=True)
 class _Held:
-    """A delivery in hand. `entry`: not written to `unacked` yet. `ours`: the lease was not lost to a sweep."""
+    """A delivery in hand. `entry`: still to be written to `unacked`. `ours`: the lease was not lost to a sweep."""
 
     message: weakref.ref[Any]
+    written: bool = False
     entry: str | None = None
     ours: bool = True
 
@@ -205,6 +206,8 @@ class Leases:
             logger.warning("a delivery could not be written to %s yet: %s", self._keys[0], type(exc).__name__)
             held.entry = entry
             self._wake.set()
+        else:
+            held.written = True
 
     def ack(self, tag: str) -> None:
         """Acknowledge. Never blocks or fails; does nothing to what is parked, handed back or another's by now."""
@@ -321,7 +324,7 @@ class Leases:
             return
         if self.alive():
             with self._lock:
-                tags = [tag for tag, held in self._held.items() if held.ours and held.entry is None]
+                tags = [tag for tag, held in self._held.items() if held.ours and held.written]
             lost = {tag for part in _slices(tags, RENEW_SLICE) for tag in self._renew(self._keys[1:], part)}
             with self._lock:
                 held = [self._held[tag] for tag in map(bytes_to_str, lost) if tag in self._held]
@@ -350,7 +353,7 @@ class Leases:
         for tag, held in late:
             args: list[Any] = [tag, held.entry]
             self._append(self._keys, args)
-            held.entry = None
+            held.entry, held.written = None, True
 
     def _write_returns(self) -> None:
         tags = self._take(self._returns)
