@@ -79,13 +79,15 @@ class _LocalWriter:
 class LocalStore:
     """A store in a folder, on one machine or on a share with POSIX hard links and renames."""
 
-    def __init__(self, root: Path) -> None:
-        """Use `root`, creating it if its parent exists and it does not."""
+    def __init__(self, root: Path, *, create: bool = True) -> None:
+        """Use `root`. With `create` it is made, if its parent exists and it does not."""
         self.root = root
         try:
-            root.mkdir(exist_ok=True)
+            if create:
+                root.mkdir(exist_ok=True)
         except OSError as exc:
             raise StoreUnavailableError(f"the store's folder {root} cannot be used: {exc.strerror}") from exc
+        self._require_root()
 
     @property
     def uri(self) -> str:
@@ -166,7 +168,7 @@ class LocalStore:
 
     def _require_root(self) -> None:
         if not self.root.is_dir():
-            raise StoreUnavailableError(f"the store's folder {self.root} is gone")
+            raise StoreUnavailableError(f"the store's folder {self.root} is not there")
 
     @contextlib.contextmanager
     def _outage(self, name: str) -> Iterator[None]:
@@ -191,13 +193,16 @@ def _sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def open_store(uri: str) -> ObjectStore:
-    """The store that `uri` names: `file:///folder`, or a plain absolute path."""
+def open_store(uri: str, *, create: bool = True) -> ObjectStore:
+    """The store that `uri` names: `file:///folder`, or a plain absolute path; made if it is not there yet.
+
+    Without `create` a store that is not there is an outage: whoever only looks has mistyped it.
+    """
     parts = urlsplit(uri)
     if parts.scheme == "file":
         if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
             raise UsageError(f"FLEET_STORE {uri!r}: a file URI has three slashes, file:///folder")
-        return LocalStore(Path(unquote(parts.path)))
+        return LocalStore(Path(unquote(parts.path)), create=create)
     if not parts.scheme and uri.startswith("/"):
-        return LocalStore(Path(uri))
+        return LocalStore(Path(uri), create=create)
     raise UsageError("FLEET_STORE must be file:///folder or an absolute path")

@@ -382,7 +382,7 @@ class _Submission:
         counts, took_s = state.counts, time.monotonic() - self._started
         done = counts.completed + counts.failed
         # Of the time in which somebody worked: loading an engine says nothing about its speed.
-        requests_s = (done - self._done_before) / max(self._waited_s, 0.1)
+        requests_s = (done - self._done_before) / max(self._waited_s, 1.0)
         progress.update(done=done, total=counts.total, failed=counts.failed, tokens=state.usage.completion_tokens)
         progress.note("")
         progress.say(
@@ -419,21 +419,20 @@ def _check(options: argparse.Namespace, _: list[str]) -> int:
     return EXIT_OK
 
 
-def _stored(options: argparse.Namespace) -> tuple[ObjectStore, Ledger]:
-    """The store and the ledger of the commands that look."""
+def _stored(options: argparse.Namespace) -> tuple[ObjectStore, Ledger | None]:
+    """The store and the ledger of the commands that look. Without a broker the store says what it knows."""
     settings = load(FleetSettings)
-    if options.local and not settings.store:
-        settings = settings.model_copy(update={"store": state_folder().as_uri()})
-    settings = settings.with_store()
-    return open_store(settings.store), Ledger(broker.redis_client(settings.broker_url, tries=0))
-
-
-def _state(store: ObjectStore, ledger: Ledger, manifest: Manifest) -> BatchState:
-    """The batch's state; without a broker what the store knows."""
+    if options.local:
+        # A local fleet lives only as long as its command: there is no broker to ask.
+        return open_store(settings.store or state_folder().as_uri(), create=False), None
+    store = open_store(settings.with_store().store, create=False)
+    client = broker.redis_client(settings.broker_url, tries=0)
     try:
-        return state_of(store, ledger, manifest)
-    except redis.RedisError:
-        return state_of(store, None, manifest)
+        broker.reachable(client, settings.broker_url)
+    except FleetError as exc:
+        _say(f"{exc}; workers and rows that are not stored yet are not shown")
+        return store, None
+    return store, Ledger(client)
 
 
 def _object(state: BatchState, output: str | None = None, errors: str | None = None) -> dict[str, object]:
@@ -456,7 +455,7 @@ def _stored_object(store: ObjectStore, state: BatchState) -> dict[str, object]:
 def _line(state: BatchState) -> str:
     counts = state.counts
     created = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.manifest.created_at))
-    unknown = "" if state.known else "  (not in Redis)"
+    unknown = "" if state.known else "  (not in flight here)"
     return (
         f"{state.manifest.batch_id}  {created}  {state.status.value:<12} "
         f"{counts.completed + counts.failed}/{counts.total} done, {counts.failed} failed  "
@@ -467,31 +466,28 @@ def _line(state: BatchState) -> str:
 def _status(options: argparse.Namespace, _: list[str]) -> int:
     store, ledger = _stored(options)
     if options.batch is not None:
-        state = _state(store, ledger, read_manifest(store, layout.checked_batch_id(options.batch)))
+        state = state_of(store, ledger, read_manifest(store, layout.checked_batch_id(options.batch)))
         _print(dumps(_stored_object(store, state)) if options.json else _line(state))
         return EXIT_OK
-    states = [_state(store, ledger, manifest) for manifest in control.manifests(store)]
+    states = [state_of(store, ledger, manifest) for manifest in control.manifests(store)]
     states = [state for state in states if state.status not in CLOSED]
     if options.json:
         _print(dumps({"object": "list", "data": [_stored_object(store, state) for state in states]}))
         return EXIT_OK
     for state in states:
         _print(_line(state))
-    try:
-        for worker in ledger.workers():
-            _print(
-                f"worker {worker.worker_id}  {worker.state}, {worker.engine}, queue {worker.queue}, "
-                f"serves {', '.join(worker.models) or '-'}, {worker.inflight} in flight at most"
-            )
-    except redis.RedisError:
-        _say("no broker at FLEET_BROKER_URL: workers and batches in flight are not shown")
+    for worker in ledger.workers() if ledger is not None else ():
+        _print(
+            f"worker {worker.worker_id}  {worker.state}, {worker.engine}, queue {worker.queue}, "
+            f"serves {', '.join(worker.models) or '-'}, {worker.inflight} in flight at most"
+        )
     return EXIT_OK
 
 
 def _list(options: argparse.Namespace, _: list[str]) -> int:
     store, ledger = _stored(options)
     for manifest in control.manifests(store):
-        state = _state(store, ledger, manifest)
+        state = state_of(store, ledger, manifest)
         _print(dumps(_stored_object(store, state)) if options.json else _line(state))
     return EXIT_OK
 
@@ -503,7 +499,7 @@ def _fetch(options: argparse.Namespace, _: list[str]) -> int:
     with contextlib.closing(Destination(options.output, options.errors)) as destination:
         end = control.fetch(store, manifest, destination)
         if end is None:
-            _say(_line(_state(store, ledger, manifest)), "error: the batch is still open; its rows are not complete")
+            _say(_line(state_of(store, ledger, manifest)), "error: the batch is still open; its rows are not complete")
             return EXIT_ERROR
         destination.close(durable=True)
     state = state_of(store, ledger, manifest)

@@ -15,11 +15,12 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import redis
+from celery.exceptions import Ignore
 from kombu.exceptions import OperationalError
 
 from common import broker
 from common.dispatch import send
-from common.errors import HoleError, StoreUnavailableError, UsageError
+from common.errors import HoleError, NoSuchBatchError, StoreUnavailableError, UsageError
 from common.ledger import Address
 from workers.engine.host import current_delivery
 
@@ -29,9 +30,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fleet.tasks")
 
 #: Outages: the aggregator's work waits for these to pass. The wait grows to the last number of seconds.
-#: A worker without a store that took an aggregator's message is one too: the message goes on until it finds another.
-OUTAGES = (StoreUnavailableError, UsageError, OperationalError, redis.RedisError)
+#: So is a store that does not have the batch: it is another one than the producer's, or not mounted here.
+OUTAGES = (StoreUnavailableError, NoSuchBatchError, UsageError, OperationalError, redis.RedisError)
 MAX_WAIT_S = 30
+#: Tries, most of them MAX_WAIT_S apart, after which a batch that the store does not have was removed from it.
+GIVE_UP_TRIES = 120
 
 
 def register(app: WorkerApp) -> None:
@@ -76,6 +79,11 @@ def register(app: WorkerApp) -> None:
 
 
 def _later(task: Any, exc: Exception) -> Exception:
+    """What makes Celery run the task again after a while; a batch that nobody has for an hour is given up."""
+    if isinstance(exc, NoSuchBatchError) and task.request.retries > GIVE_UP_TRIES:
+        logger.error("%s: %s; given up", task.name, exc)
+        ignored: Exception = Ignore()
+        return ignored
     wait_s = min(2**task.request.retries, MAX_WAIT_S)
     logger.warning("%s: %s; again in %d s", task.name, exc, wait_s)
     retry: Exception = task.retry(countdown=wait_s, exc=exc, throw=False, argsrepr="-", kwargsrepr="-")
