@@ -114,6 +114,14 @@ def restore(store: ObjectStore, ledger: Ledger, manifest: Manifest, *, run: int 
     return written
 
 
+def reconcile(store: ObjectStore, ledger: Ledger, manifest: Manifest, run: int = FIRST_RUN) -> None:
+    """Tell the ledger of parts that it does not know as sealed: their sealer died between creating and noting them."""
+    for shard in sealed_shards(store, manifest.batch_id, run):
+        if not ledger.is_sealed(manifest.batch_id, run, shard):
+            ledger.mark_sealed(manifest.batch_id, run, shard)
+            ledger.drop_shard(manifest.batch_id, run, shard)
+
+
 @dataclass(frozen=True, slots=True)
 class BatchState:
     """Where a batch stands. `known` is False when Redis does not know an open run: the counts are the parts' then."""

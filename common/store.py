@@ -17,7 +17,7 @@ import shutil
 import tempfile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Protocol
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote_to_bytes, urlsplit
 
 from common.errors import ObjectMissingError, StoreUnavailableError, UsageError
 
@@ -62,6 +62,9 @@ class ObjectStore(Protocol):
 
     def remove(self, folder: str) -> None:
         """Remove everything in `folder`. Not atomic; an absent folder is fine."""
+
+    def local_path(self, name: str) -> str | None:
+        """Where the object lies on this machine, if it does: a user's file must not be the same one."""
 
 
 class _LocalWriter:
@@ -166,6 +169,10 @@ class LocalStore:
         with contextlib.suppress(ObjectMissingError), self._outage(folder):
             shutil.rmtree(self.root / folder)
 
+    def local_path(self, name: str) -> str | None:
+        """See `ObjectStore.local_path`."""
+        return str(self.root / name)
+
     def _require_root(self) -> None:
         if not self.root.is_dir():
             raise StoreUnavailableError(f"the store's folder {self.root} is not there")
@@ -202,7 +209,10 @@ def open_store(uri: str, *, create: bool = True) -> ObjectStore:
     if parts.scheme == "file":
         if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
             raise UsageError(f"FLEET_STORE {uri!r}: a file URI has three slashes, file:///folder")
-        return LocalStore(Path(unquote(parts.path)), create=create)
+        path = os.fsdecode(unquote_to_bytes(parts.path))
+        if "\0" in path:
+            raise UsageError("FLEET_STORE holds a NUL byte")
+        return LocalStore(Path(path), create=create)
     if not parts.scheme and uri.startswith("/"):
         return LocalStore(Path(uri), create=create)
     raise UsageError("FLEET_STORE must be file:///folder or an absolute path")

@@ -20,10 +20,10 @@ import redis
 from common import broker, layout
 from common.batch import CLOSED, BatchStatus, batch_object, dumps
 from common.dispatch import republish
-from common.errors import FleetError, InputRefusedError, OutputFailedError, UsageError
+from common.errors import FleetError, InputRefusedError, NoSuchBatchError, OutputFailedError, UsageError
 from common.ledger import Ledger
 from common.runs import BatchState, read_manifest, state_of
-from common.settings import GPU_QUEUE, FleetSettings, load
+from common.settings import GPU_QUEUE, FleetSettings, WorkerSettings, load
 from common.store import open_store
 from producer import control, intake
 from producer.local import LocalFleet, state_folder
@@ -41,6 +41,9 @@ EXIT_ERROR = 1
 EXIT_ROWS_FAILED = 3
 EXIT_NOT_COMPLETED = 4
 EXIT_INTERRUPTED = 130
+
+#: Options of `worker serve` that are the local fleet's business.
+_OURS = frozenset({"--engine", "--queue", "--loglevel"})
 
 
 class Interrupted(BaseException):
@@ -120,26 +123,41 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         parser.error("only submit takes engine flags after --")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell: nobody wants to read it
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - until the end
+    sys.exit(_run(options, flags))
+
+
+def _run(options: argparse.Namespace, flags: list[str]) -> int:  # noqa: PLR0911 - one per kind of end
+    """Run the command; its exit code. Whatever goes wrong is a sentence, never a traceback."""
     try:
-        code = _COMMANDS[options.command](options, flags)
+        return _COMMANDS[options.command](options, flags)
     except InputRefusedError as exc:
         _say(*exc.problems)
         if exc.total > len(exc.problems):
             _say(f"... and {exc.total - len(exc.problems)} more problems")
-        code = exc.exit_code
+        return exc.exit_code
     except FleetError as exc:
         _say(f"error: {exc}")
-        code = exc.exit_code
+        return exc.exit_code
     except redis.RedisError as exc:
         _say(f"error: the broker failed ({type(exc).__name__})")
-        code = EXIT_ERROR
+        return EXIT_ERROR
     except BrokenPipeError:
-        # Whoever read our stdout left, as `| head` does. The interpreter must not try to flush it again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 128 + signal.SIGPIPE
+        _give_stdout_up()  # whoever read it left, as `| head` does
+        return 128 + signal.SIGPIPE
+    except OSError as exc:
+        _say(f"error: {exc.strerror or exc}")
+        _give_stdout_up()
+        return EXIT_ERROR
     except Interrupted as exc:
-        code = exc.exit_code
-    sys.exit(code)
+        return exc.exit_code
+
+
+def _give_stdout_up() -> None:
+    """Point stdout to nowhere: the interpreter would try to flush it once more at its exit, and exit with 120."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _interrupt(number: int, _: object) -> None:
@@ -197,9 +215,17 @@ def _settings(options: argparse.Namespace, flags: list[str]) -> FleetSettings:
             raise UsageError("--local needs --model")
         if options.workers is not None and options.workers < 1:
             raise UsageError("--workers must be at least 1")
+        ours = _OURS.intersection(flag.partition("=")[0] for flag in flags)
+        if ours:
+            raise UsageError(f"{', '.join(sorted(ours))} after --: only the engine's own flags go there")
+        # What the workers would refuse, a moment later and after the batch was written.
+        load(WorkerSettings)
         if not settings.store:
             folder = state_folder()
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            try:
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            except OSError as exc:
+                raise UsageError(f"the state folder {folder} cannot be used: {exc.strerror}") from None
             settings = settings.model_copy(update={"store": folder.as_uri()})
         return settings
     for given, option in (
@@ -273,7 +299,7 @@ class _Submission:
             except OutputFailedError:
                 progress.say(self._how_to_go_on(manifest))
                 raise
-            destination.close(durable=True)
+            self._put_down(destination, state, progress)
         return self._finish(progress, state)
 
     def _wait(
@@ -289,10 +315,30 @@ class _Submission:
         self._waited_s = time.monotonic() - started
         return state
 
+    def _put_down(self, destination: Destination, state: BatchState, progress: Progress) -> None:
+        """Close the output; where that fails the rows are still in the batch."""
+        try:
+            destination.close(durable=True)
+        except OutputFailedError:
+            local = "--local " if self._options.local else ""
+            progress.say(
+                f"{state.manifest.batch_id} is {state.status.value}; get its rows with\n"
+                f"  producer fetch {local}{state.manifest.batch_id} -o {self._output}"
+            )
+            raise
+
+    def _again(self) -> str:
+        return "the same command without --new" if self._options.new else "the same command"
+
+    def _left(self, batch_id: str) -> BatchState | None:
+        """What an interrupted local fleet left, or None when its batch had not become durable."""
+        with contextlib.suppress(NoSuchBatchError):
+            return state_of(self._store, None, read_manifest(self._store, batch_id))
+        return None
+
     def _how_to_go_on(self, manifest: Manifest) -> str:
-        again = "the same command without --new" if self._options.new else "the same command"
         return (
-            f"{manifest.batch_id} goes on in the fleet. Attach to it again with {again}, or see\n"
+            f"{manifest.batch_id} goes on in the fleet. Attach to it again with {self._again()}, or see\n"
             f"  producer status {manifest.batch_id}\n"
             f"  producer fetch {manifest.batch_id} -o {self._output}"
         )
@@ -323,8 +369,22 @@ class _Submission:
                     state = self._wait(fleet, manifest, destination, progress, local.check)
                     progress.note("ending the local fleet")
             except Interrupted:
-                again = "the same command without --new" if options.new else "the same command"
-                progress.say(f"interrupted; {again} goes on with {batch_id} where it stopped")
+                left = self._left(batch_id)
+                if left is None:
+                    progress.say("interrupted; nothing was queued")
+                    local.forget()
+                    raise
+                if left.status not in CLOSED:
+                    progress.say(f"interrupted; {self._again()} goes on with {batch_id} where it stopped")
+                    raise
+                # It was complete before everything had ended: nobody would run it, or look for its rows, again.
+                control.fetch(self._store, left.manifest, destination)
+                state = left
+            except InputRefusedError:
+                local.forget()
+                raise
+            except OutputFailedError:
+                progress.say(f"the rows are kept: {self._again()}, or producer fetch --local {batch_id}")
                 raise
             except UsageError:
                 if self._attached is None and not local.serving:
@@ -332,9 +392,9 @@ class _Submission:
                     self._store.remove(layout.batch(batch_id))
                     local.forget()
                 raise
-            destination.close(durable=True)
-        if state.status in CLOSED:
-            local.forget()
+            if state.status in CLOSED:
+                local.forget()
+            self._put_down(destination, state, progress)
         return self._finish(progress, state)
 
     def _durable(self, progress: Progress, batch_id: str | None, ledger: Ledger | None) -> Manifest:
@@ -495,7 +555,8 @@ def _list(options: argparse.Namespace, _: list[str]) -> int:
 def _fetch(options: argparse.Namespace, _: list[str]) -> int:
     store, ledger = _stored(options)
     manifest = read_manifest(store, layout.checked_batch_id(options.batch))
-    check_destinations(None, options.output, options.errors)
+    for stored in (layout.output(manifest.batch_id), layout.errors(manifest.batch_id)):
+        check_destinations(store.local_path(stored), options.output, options.errors)
     with contextlib.closing(Destination(options.output, options.errors)) as destination:
         end = control.fetch(store, manifest, destination)
         if end is None:

@@ -33,6 +33,7 @@ from common.runs import (
     now,
     read_end,
     read_manifest,
+    reconcile,
     restore,
     sealed_shards,
     state_of,
@@ -112,14 +113,17 @@ def write_batch(
     on_lines: Callable[[int], None] | None = None,
 ) -> Manifest:
     """Make the batch durable, then point the digest at it. An empty file's batch is complete at once."""
-    manifest = intake.write_batch(
-        store,
-        checked,
-        batch_id=batch_id or layout.new_batch_id(),
-        digest=digest,
-        max_shard_size=max_shard_size,
-        on_lines=on_lines,
-    )
+    batch_id = batch_id or layout.new_batch_id()
+    try:
+        manifest = intake.write_batch(
+            store, checked, batch_id=batch_id, digest=digest, max_shard_size=max_shard_size, on_lines=on_lines
+        )
+    except BaseException:
+        # An interrupt, a file that changed, a full disk: without a manifest nobody would ever find the prompts.
+        with deferred_signals(), contextlib.suppress(StoreUnavailableError):
+            if not store.exists(layout.manifest(batch_id)):
+                store.remove(layout.batch(batch_id))
+        raise
     if manifest.total == 0:
         for name in (layout.output(manifest.batch_id), layout.errors(manifest.batch_id)):
             with store.writing(name, replace=True):
@@ -143,6 +147,7 @@ def start(fleet: Fleet, manifest: Manifest) -> None:
     """
     try:
         restore(fleet.store, fleet.ledger, manifest, window=fleet.settings.window)
+        reconcile(fleet.store, fleet.ledger, manifest)
         feeder = fleet.feeder(manifest)
         more = True
         while more:

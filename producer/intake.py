@@ -64,6 +64,8 @@ class Checked:
 def staged(name: str) -> Iterator[str]:
     """A path under which the input can be read twice: the input itself, or a copy of a pipe or of `-` (stdin)."""
     if name == "-":
+        if sys.stdin is None:
+            raise UsageError("-: stdin is closed")
         source: IO[bytes] | None = sys.stdin.buffer
     else:
         try:
@@ -72,14 +74,20 @@ def staged(name: str) -> Iterator[str]:
             raise UsageError(f"{name}: {exc.strerror}") from None
         if stat.S_ISDIR(mode):
             raise UsageError(f"{name}: is a directory")
-        source = None if stat.S_ISREG(mode) else open(name, "rb")  # noqa: SIM115 - closed below
+        try:
+            source = None if stat.S_ISREG(mode) else open(name, "rb")  # noqa: SIM115 - closed below
+        except OSError as exc:
+            raise UsageError(f"{name}: {exc.strerror}") from None
     if source is None:
         yield name
         return
     with tempfile.NamedTemporaryFile(prefix="fleet-input-", suffix=".jsonl") as copy:
-        with source:
-            shutil.copyfileobj(source, copy, 1024 * 1024)
-        copy.flush()
+        try:
+            with source:
+                shutil.copyfileobj(source, copy, 1024 * 1024)
+            copy.flush()
+        except OSError as exc:
+            raise UsageError(f"{name} cannot be read or staged: {exc.strerror}") from None
         yield copy.name
 
 
@@ -111,7 +119,8 @@ def check(name: str, path: str, on_lines: Callable[[int], None] | None = None) -
 
 def batch_digest(checked: Checked, rows_depend_on: Sequence[str]) -> str:
     """What makes two submits the same batch: the file's bytes and what changes rows, never destinations."""
-    return hashlib.sha256("\0".join((checked.sha256, *rows_depend_on)).encode()).hexdigest()
+    # Arguments are bytes, whatever the locale made of them.
+    return hashlib.sha256(b"\0".join(map(os.fsencode, (checked.sha256, *rows_depend_on)))).hexdigest()
 
 
 def shard_size(total: int, at_most: int) -> int:
@@ -181,11 +190,18 @@ def _opened(name: str, path: str) -> Iterator[IO[bytes]]:
 
 def _lines(file: IO[bytes], on_bytes: Callable[[bytes], None]) -> Iterator[tuple[int, bytes]]:
     """Non-blank lines with their physical numbers. Lines end at LF only: U+2028 and CR are text."""
-    for number, raw in enumerate(file, start=1):
+    for number, raw in enumerate(_read(file), start=1):
         on_bytes(raw)
         line = raw.removeprefix(BOM) if number == 1 else raw
         if line.strip(JSON_SPACE):
             yield number, line
+
+
+def _read(file: IO[bytes]) -> Iterator[bytes]:
+    try:
+        yield from file
+    except OSError as exc:
+        raise UsageError(f"{file.name}: {exc.strerror}") from None
 
 
 class _Problems:

@@ -21,6 +21,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -265,7 +266,9 @@ class _Process:
         code = self.popen.returncode
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         lines = self.log.read_text("utf-8", "replace").splitlines()
-        said = next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), "")
+        # Ours begin with it; argparse puts the command before it.
+        found = (re.match(r"(?:worker(?: \w+)?: )?error: (.*)", line) for line in reversed(lines))
+        said = next((match.group(1) for match in found if match), "")
         # A bad set-up shows before anything runs; later the same code is one worker's trouble.
         kind = UsageError if code == UsageError.exit_code and not serving else LocalFleetError
         return kind(f"{self.name}: {said}" if said else f"{self.name} died ({how}); its log is {self.log}")

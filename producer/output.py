@@ -31,6 +31,8 @@ def default_output(input_name: str) -> str:
     if input_name == "-":
         raise DestinationError("the input is a pipe: name the output with -o")
     path = Path(input_name)
+    if not path.name:
+        raise DestinationError(f"{input_name}: is a directory")
     return str(path.with_name(path.name.removesuffix(".jsonl") + ".out.jsonl"))
 
 
@@ -51,24 +53,24 @@ def check_destinations(input_path: str | None, *names: str | None) -> None:
 
 def _same_file(one: str, other: str) -> bool:
     """Whether two names lead to one file: by path, by link, or by hard link."""
-    if os.path.realpath(one) == os.path.realpath(other):
-        return True
     try:
-        return os.path.samefile(one, other)
+        if other == "-":  # the input, through a pipe or `< file`
+            return os.path.samestat(os.stat(one), os.fstat(0))
+        return os.path.realpath(one) == os.path.realpath(other) or os.path.samefile(one, other)
     except OSError:
         return False
 
 
 def _check_writable(name: str) -> None:
     path = Path(name)
-    if path.is_dir():
-        raise DestinationError(f"{name} is a directory")
-    if path.exists() and not path.is_file():
-        raise DestinationError(f"{name} is not a file")
-    folder = Path(os.path.realpath(name)).parent
-    if not folder.is_dir():
-        raise DestinationError(f"{name}: there is no directory {folder}")
     try:
+        if path.is_dir():
+            raise DestinationError(f"{name} is a directory")
+        if path.exists() and not path.is_file():
+            raise DestinationError(f"{name} is not a file")
+        folder = Path(os.path.realpath(name)).parent
+        if not folder.is_dir():
+            raise DestinationError(f"{name}: there is no directory {folder}")
         if path.exists():
             os.close(os.open(path, os.O_WRONLY))
         else:
@@ -104,6 +106,7 @@ class OutputFile:
     def begin(self) -> None:
         """Empty the file: from now on it holds a prefix of the output."""
         self._unused = False
+        self.rows = 0
         self._write(b"", truncate=True)
 
     def append(self, rows: IO[bytes], *, failed_only: bool = False) -> None:
@@ -116,6 +119,8 @@ class OutputFile:
         try:
             if truncate:
                 os.ftruncate(self._descriptor, 0)
+                os.lseek(self._descriptor, 0, os.SEEK_SET)
+                self._size = 0
             view = memoryview(block)
             while view:
                 view = view[os.write(self._descriptor, view) :]
@@ -135,11 +140,24 @@ class OutputFile:
         if self._unused:
             with contextlib.suppress(OSError):
                 os.unlink(self.name)
-        with contextlib.suppress(OSError):
+        descriptor, self._descriptor = self._descriptor, -1
+        try:
             if durable:
-                os.fsync(self._descriptor)
-        os.close(self._descriptor)
-        self._descriptor = -1
+                self._make_sure(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _make_sure(self, descriptor: int) -> None:
+        """Wait until the file is on disk, and see that it is still the one that its name leads to."""
+        try:
+            os.fsync(descriptor)
+            there = os.path.samestat(os.fstat(descriptor), os.stat(self.name))
+        except FileNotFoundError:
+            there = False
+        except OSError as exc:
+            raise OutputFailedError(f"{self.name} cannot be written: {exc.strerror}") from None
+        if not there:
+            raise OutputFailedError(f"{self.name} was removed or replaced while it was being written")
 
 
 def _blocks(rows: IO[bytes], *, failed_only: bool) -> Iterator[tuple[bytes, int]]:

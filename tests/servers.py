@@ -297,9 +297,9 @@ class FleetServers(Workplace):
         self.ledger = Ledger(self.client)
         self.store = LocalStore(self.store_root)
 
-    def aggregator(self, loglevel: str = "INFO") -> Process:
+    def aggregator(self, loglevel: str = "INFO", **environment: str) -> Process:
         """Start an aggregator; returns when it takes messages."""
-        process = self.start("aggregate", "-m", "workers", "aggregate", "--loglevel", loglevel)
+        process = self.start("aggregate", "-m", "workers", "aggregate", "--loglevel", loglevel, **environment)
         wait_until(lambda: " ready." in process.stderr or not process.running, START_S, "the aggregator is ready")
         assert process.running, process.stderr
         return process

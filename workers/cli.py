@@ -8,12 +8,13 @@ On failure: a bad set-up is one sentence on stderr and exit 2; a dead engine is 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from common.errors import FleetError
+from common.errors import BrokerUnavailableError, FleetError
 from common.settings import AGGREGATE_QUEUE, WorkerSettings, load
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def serve(options: argparse.Namespace, engine_args: Sequence[str]) -> int:
     }
     os.environ.update({name: str(value) for name, value in chosen.items() if value is not None})
     settings = load(WorkerSettings)
+    _refuse_wrong_password(settings.broker_url)
     # The engine's processes find out by this that they belong to a worker: see `workers.engine.tie`.
     os.environ["FLEET_WORKER"] = "1"
     allow_plugin(os.environ)
@@ -91,6 +93,14 @@ def aggregate(options: argparse.Namespace) -> int:
         loglevel=options.loglevel,
         concurrency=AGGREGATE_THREADS,
     )
+
+
+def _refuse_wrong_password(broker_url: str) -> None:
+    """A broker that is away is waited for; one that refuses us will go on doing so."""
+    from common import broker  # noqa: PLC0415 - keeps --help fast
+
+    with contextlib.suppress(BrokerUnavailableError):
+        broker.reachable(broker.redis_client(broker_url, tries=0), broker_url)
 
 
 def _run(*, pool: str, queue: str, name: str, loglevel: str, concurrency: int = 1) -> int:

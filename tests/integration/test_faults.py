@@ -1,0 +1,196 @@
+"""Faults that testers found: each stays a test of its kind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from common import layout
+from common.errors import InputRefusedError
+from common.ledger import Ledger
+from common.runs import read_manifest, reconcile, restore
+from common.store import LocalStore
+from producer import control, intake
+from tests.invariants import assert_complete, chat_line, chat_lines, input_lines
+from tests.servers import MODEL, wait_until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.servers import BrokerServer, FleetServers, Workplace
+
+ECHO = ("--local", "--engine", "echo", "--model", MODEL)
+
+
+def written(store: LocalStore, path: Path) -> str:
+    """A durable batch of the lines of a file; returns its id."""
+    checked = intake.check(str(path), str(path))
+    return control.write_batch(store, checked, digest="d", max_shard_size=16).batch_id
+
+
+def test_a_part_whose_sealer_died_before_it_noted_it_is_noted_by_the_next_producer(
+    broker_server: BrokerServer, tmp_path: Path
+) -> None:
+    """Else the batch is never seen as complete: every part is there, one of them unknown to the ledger."""
+    store, ledger = LocalStore(tmp_path / "store"), Ledger(broker_server.client)
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(line + "\n" for line in chat_lines(20)))
+    batch_id = written(store, source)
+    manifest = read_manifest(store, batch_id)
+    restore(store, ledger, manifest, window=100)
+    with store.writing(layout.part(batch_id, 1, 0)) as part:
+        part.write(b"{}\n" * 16)
+    assert not ledger.is_sealed(batch_id, 1, 0)
+
+    reconcile(store, ledger, manifest)
+
+    assert ledger.is_sealed(batch_id, 1, 0)
+    assert not ledger.is_sealed(batch_id, 1, 1)
+
+
+def test_a_file_that_changes_between_the_passes_leaves_no_prompt_behind(tmp_path: Path) -> None:
+    store, source = LocalStore(tmp_path / "store"), tmp_path / "in.jsonl"
+    source.write_text("".join(line + "\n" for line in chat_lines(20)))
+    checked = intake.check(str(source), str(source))
+    with source.open("a") as file:
+        file.write(chat_line("late", "late") + "\n")
+
+    with pytest.raises(InputRefusedError, match="1 problem"):
+        control.write_batch(store, checked, digest="d", max_shard_size=16)
+
+    assert list(store.names(layout.BATCHES)) == []
+
+
+def test_an_output_that_stdin_is_read_from_is_refused(workplace: Workplace) -> None:
+    source = workplace.write("in.jsonl", chat_lines(3))
+    before = source.read_bytes()
+
+    with source.open("rb") as stdin:
+        done = subprocess.run(
+            [sys.executable, "-m", "producer", "submit", "-", "-o", str(source), *ECHO],
+            stdin=stdin, env=workplace.environment, cwd=workplace.folder, capture_output=True, timeout=60, check=False,
+        )  # fmt: skip
+
+    assert done.returncode == 2
+    assert b"is the input" in done.stderr
+    assert source.read_bytes() == before
+
+
+def test_an_output_that_is_removed_while_it_grows_is_not_called_written(workplace: Workplace) -> None:
+    """Exit 1, and how to get the rows."""
+    source = workplace.write(
+        "in.jsonl", [*chat_lines(16), *(chat_line(f"s{k}", "s", echo={"latency_s": 3}) for k in range(4))]
+    )
+    output = workplace.folder / "out.jsonl"
+    producer = workplace.start_producer("submit", str(source), "-o", str(output), *ECHO)
+    wait_until(lambda: output.exists() and output.stat().st_size, 60, "the output grows")
+
+    output.unlink()
+    result = producer.wait(60)
+
+    assert result.code == 1
+    assert "was removed or replaced" in result.stderr
+    assert "producer fetch --local" in result.stderr
+
+
+def test_fetch_never_empties_the_stored_output(workplace: Workplace) -> None:
+    source = workplace.write("in.jsonl", chat_lines(3))
+    workplace.producer("submit", str(source), "-o", str(workplace.folder / "out.jsonl"), *ECHO)
+    (stored,) = workplace.state.rglob("output.jsonl")
+    link = workplace.folder / "link.jsonl"
+    link.symlink_to(stored)
+
+    result = workplace.producer("fetch", stored.parent.name, "-o", str(link), "--local")
+
+    assert result.code == 2
+    assert stored.stat().st_size
+
+
+@pytest.mark.parametrize("flag", ["--queue=other", "--loglevel", "--engine"])
+def test_the_local_fleets_own_options_do_not_go_to_the_engine(workplace: Workplace, flag: str) -> None:
+    """`-- --queue other` would start a worker that nobody sends to."""
+    source = workplace.write("in.jsonl", chat_lines(1))
+
+    result = workplace.producer("submit", str(source), *ECHO, "--", flag, "x")
+
+    assert result.code == 2
+    assert flag.partition("=")[0] in result.stderr
+
+
+def test_a_flag_that_the_worker_refuses_is_told_by_the_producer(workplace: Workplace) -> None:
+    """The reason, not the name of a log that is gone."""
+    source = workplace.write("in.jsonl", chat_lines(1))
+
+    result = workplace.producer("submit", str(source), *ECHO, "--", "--max-inflight", "many")
+
+    assert result.code == 2
+    assert "--max-inflight" in result.stderr
+    assert "its log is" not in result.stderr
+
+
+def test_a_batch_that_completes_while_the_fleet_is_ended_is_written_whole(workplace: Workplace) -> None:
+    """Ctrl-C in the last moments: nobody would run it again, so its rows must not stay behind."""
+    source = workplace.write("in.jsonl", [chat_line(f"b{k}", "b", echo={"result_bytes": 4_000_000}) for k in range(16)])
+    output = workplace.folder / "out.jsonl"
+    producer = workplace.start_producer("submit", str(source), "-o", str(output), *ECHO)
+    wait_until(lambda: any(workplace.state.rglob("parts/.tmp-*")) or not producer.running, 60, "a part is written")
+
+    producer.send(signal.SIGINT)
+    result = producer.wait(60)
+
+    ended = any(workplace.state.rglob("end.json"))
+    assert (result.code == 0) == ended, result.stderr
+    if ended:
+        assert output.read_bytes().count(b"\n") == 16
+
+
+def test_a_worker_that_the_broker_refuses_says_so_and_exits_2(server: str, tmp_path: Path) -> None:
+    from tests.servers import FleetServers, free_port
+
+    fleet = FleetServers(tmp_path, port=free_port(), password="right")
+    try:
+        url = fleet.broker.url.replace("right", "wrong")
+        worker = fleet.start_worker(FLEET_BROKER_URL=url)
+        result = worker.wait(60)
+    finally:
+        fleet.close()
+
+    assert result.code == 2
+    assert "refuses the user or password" in result.stderr
+    assert "wrong" not in result.stderr
+
+
+def test_an_aggregator_over_another_store_keeps_the_batchs_messages(fleet: FleetServers) -> None:
+    """Its messages go on until they reach an aggregator over the right one."""
+    other = fleet.folder / "other"
+    other.mkdir()
+    wrong = fleet.aggregator(FLEET_STORE=other.as_uri())
+    fleet.worker()
+    source = fleet.write("in.jsonl", chat_lines(20))
+    producer = fleet.start_producer("submit", str(source), "-o", str(fleet.folder / "out.jsonl"))
+    wait_until(lambda: "there is no batch" in wrong.stderr, 60, "the wrong aggregator took a message")
+
+    wrong.stop()
+    fleet.aggregator()
+
+    assert producer.wait(90).code == 0
+    assert_complete(input_lines(source), (fleet.folder / "out.jsonl").read_bytes())
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_a_stdout_that_is_full_is_one_sentence(workplace: Workplace) -> None:
+    source = workplace.write("in.jsonl", [])
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "producer", "submit", str(source), "--json", *ECHO],
+            stdout=full, stderr=subprocess.PIPE, env=workplace.environment, cwd=workplace.folder, timeout=60,
+            check=False,
+        )  # fmt: skip
+
+    assert done.returncode == 1
+    assert b"Traceback" not in done.stderr
