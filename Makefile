@@ -18,7 +18,7 @@ ENGINE_FLAGS := --served-model-name smollm2 --max-model-len 1024 --enforce-eager
 
 export FLEET_TEST_MODEL := $(abspath $(MODEL))
 
-.PHONY: demo test lint unit bench clean
+.PHONY: demo test lint unit chaos bench clean
 
 demo: $(VENV)/.cpu $(VENV)/.product $(MODEL)/config.json
 	$(BIN)/producer submit examples/chat.jsonl --local --model $(MODEL) -o demo.out.jsonl -- $(ENGINE_FLAGS)
@@ -38,6 +38,10 @@ lint: $(VENV)/.dev
 # The quick half, without an engine and without a server.
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/unit
+
+# Longer than `make test` runs them: many seeded sequences of faults, and the default lease.
+chaos: $(VENV)/.dev
+	FLEET_CHAOS_SEQUENCES=$${FLEET_CHAOS_SEQUENCES:-50} $(BIN)/python -m pytest tests/chaos
 
 bench: $(VENV)/.cpu $(VENV)/.dev $(MODEL)/config.json
 	$(BIN)/python tests/bench/large.py --lines 100000

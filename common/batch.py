@@ -268,6 +268,7 @@ class Manifest(Record):
     digest: str
     total: int
     counts: tuple[int, ...]
+    expires_at: int | None = None
     metadata: dict[str, str] = Field(default_factory=dict)
 
     def shard(self, number: int) -> Shard:
@@ -281,6 +282,13 @@ class Manifest(Record):
             shards.append(Shard(number=number, first=first, count=count))
             first += count
         return shards
+
+
+class RunEnding(Record):
+    """The wish that a run ends before it is complete: `status` is "cancelled" or "expired". The first one wins."""
+
+    status: BatchStatus
+    at: int
 
 
 class RunEnd(Record):
@@ -320,7 +328,7 @@ def batch_object(
         "error_file_id": errors,
         "created_at": manifest.created_at,
         "in_progress_at": manifest.created_at,
-        "expires_at": None,
+        "expires_at": manifest.expires_at,
         "finalizing_at": None,
         "completed_at": at(BatchStatus.COMPLETED),
         "failed_at": at(BatchStatus.FAILED),

@@ -18,32 +18,33 @@ from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
 from common.errors import BrokerUnavailableError, UsageError
-from common.settings import AGGREGATE_QUEUE, GPU_QUEUE
+from common.settings import AGGREGATE_QUEUE, DEFAULT_LEASE_S, GPU_QUEUE
+from common.transport import fleet_url, transport_options
 
 RUN_REQUEST = "fleet.run_request"
 SEAL_SHARD = "fleet.seal_shard"
 ASSEMBLE_BATCH = "fleet.assemble_batch"
 FEED = "fleet.feed"
+END_EARLY = "fleet.end_early"
+FAIL_REQUEST = "fleet.fail_request"
+#: Sent to a request queue: once it is consumed, the queue has passed all that was sent before it.
+MARKER = "fleet.marker"
 
 #: What a delivery returns to its chord. The chord only counts; results are in the ledger.
 RECEIPT = 1
-
-#: Seconds after which kombu hands out a message again whose worker is silent. It is kombu's own default: a shorter
-#: one would hand out requests that merely take long, because nothing renews a delivery yet.
-VISIBILITY_TIMEOUT_S = 3600
 
 _SOCKET_SCHEME = "redis+socket"
 #: redis-py's connections over Unix sockets do not know these.
 _TCP_OPTIONS: dict[str, Any] = {"socket_keepalive": True, "socket_connect_timeout": 5}
 
 
-def make_app(broker_url: str, *, request_queue: str = GPU_QUEUE) -> Celery:
+def make_app(broker_url: str, *, request_queue: str = GPU_QUEUE, lease_s: float = DEFAULT_LEASE_S) -> Celery:
     """The Celery app of the fleet, the same for producer, workers, aggregator and Flower.
 
     Celery 5.7 and kombu 5.7 are pinned: the chord of 5.7 counts a task that ran twice once, older ones do not.
     """
     checked_url(broker_url)
-    app = Celery("fleet", broker=broker_url, backend=broker_url, set_as_current=False)
+    app = Celery("fleet", broker=fleet_url(broker_url), backend=broker_url, set_as_current=False)
     app.conf.update(
         # A message lives until its row is recorded.
         task_acks_late=True,
@@ -61,7 +62,11 @@ def make_app(broker_url: str, *, request_queue: str = GPU_QUEUE) -> Celery:
         worker_send_task_events=False,
         # A lost connection is no reason to cancel what the engine is doing.
         worker_cancel_long_running_tasks_on_connection_loss=False,
+        # The transport counts what runs on after a reconnect; Celery would take it off the window a second time.
+        worker_enable_prefetch_count_reduction=False,
         broker_connection_retry_on_startup=True,
+        # A broker may be away for hours; the leases are looked after by the transport meanwhile.
+        broker_connection_max_retries=None,
         # Celery's redirection would wrap vLLM's log lines and lose their level.
         worker_redirect_stdouts=False,
         worker_hijack_root_logger=False,
@@ -78,13 +83,12 @@ def make_app(broker_url: str, *, request_queue: str = GPU_QUEUE) -> Celery:
             SEAL_SHARD: {"queue": AGGREGATE_QUEUE},
             ASSEMBLE_BATCH: {"queue": AGGREGATE_QUEUE},
             FEED: {"queue": AGGREGATE_QUEUE},
+            END_EARLY: {"queue": AGGREGATE_QUEUE},
+            FAIL_REQUEST: {"queue": AGGREGATE_QUEUE},
         },
         # No retry option here: any of them turns kombu's batch publishing off.
         broker_transport_options={
-            "visibility_timeout": VISIBILITY_TIMEOUT_S,
-            "unacked_restore_interval": 5,
-            "unacked_restore_throttle": 1,
-            "unacked_mutex_expire": 30,
+            **transport_options(lease_s),
             "max_connections": 64,
             "socket_timeout": 30,
             "health_check_interval": 25,

@@ -93,10 +93,7 @@ class Feeder:
         return self._ledger.progress(self._manifest.batch_id, self._run)
 
     def _all_sealed(self, progress: Progress) -> bool:
-        return (
-            progress.finished >= progress.total
-            and self._ledger.sealed_count(self._manifest.batch_id, self._run) >= progress.shards
-        )
+        return self._ledger.sealed_count(self._manifest.batch_id, self._run) >= progress.shards
 
     def _next(self) -> Shard | None:
         progress = self._progress()

@@ -2,14 +2,18 @@
 
     key                                type    holds
     fleet:<batch>:<run>:head           hash    the run in flight: total, shards, frontier, step, finished, failed,
-                                               prompt_tokens, completion_tokens, closed. Written first by `restore`,
-                                               from the store; a script that finds none writes nothing.
+                                               prompt_tokens, completion_tokens, ending ("cancelled", "expired" or
+                                               ""), closed. Written first by `restore`, from the store; a script
+                                               that finds none writes nothing.
     fleet:<batch>:<run>:sealed         set     numbers of the shards whose part exists
     fleet:<batch>:<run>:rows:<shard>   hash    index -> result row, of a shard that is not sealed yet
     fleet:<batch>:<run>:marks:<shard>  hash    index -> "worker/delivery" that is running it
-    fleet:<batch>:<run>:calls:<shard>  hash    index -> engine calls so far, across the fleet
+    fleet:<batch>:<run>:calls:<shard>  hash    index -> engine calls that were begun, across the fleet
+    fleet:<batch>:<run>:strikes:<shard> hash   index -> workers or engines that died while they ran it
     fleet:worker:<worker>              string  JSON heartbeat of a live worker, with a TTL
     fleet:workers                      zset    worker -> time of its last heartbeat, with a TTL
+    fleet:watchdog                     string  who is the watchdog now, with a TTL
+    fleet:marker:<marker>              string  a marker message was consumed, with a TTL
 
 Keys of a closed batch have a TTL (`CLOSED_TTL_S`); keys of an open one never do.
 """
@@ -20,6 +24,15 @@ from __future__ import annotations
 CLOSED_TTL_S = 24 * 3600
 
 WORKERS = "fleet:workers"
+WATCHDOG = "fleet:watchdog"
+
+#: `worker(worker_id)` is this and the id; the ledger's scripts look the owner of a mark up by it.
+WORKER_PREFIX = "fleet:worker:"
+
+
+def marker(marker_id: str) -> str:
+    """String: exists once the marker was consumed."""
+    return f"fleet:marker:{marker_id}"
 
 
 def head(batch_id: str, run: int) -> str:
@@ -47,6 +60,11 @@ def calls(batch_id: str, run: int, shard: int) -> str:
     return f"fleet:{batch_id}:{run}:calls:{shard}"
 
 
+def strikes(batch_id: str, run: int, shard: int) -> str:
+    """Hash: index -> deaths while it ran."""
+    return f"fleet:{batch_id}:{run}:strikes:{shard}"
+
+
 def worker(worker_id: str) -> str:
     """String: a worker's heartbeat."""
-    return f"fleet:worker:{worker_id}"
+    return f"{WORKER_PREFIX}{worker_id}"

@@ -3,6 +3,7 @@
 batches/<batch_id>/manifest.json              what the batch is; written last at submit, never changed
 batches/<batch_id>/runs/<run>/input/00000.jsonl   the lines of a shard, as the user wrote them
 batches/<batch_id>/runs/<run>/parts/00000.jsonl   its sealed rows; created once, the first one wins
+batches/<batch_id>/runs/<run>/ending.json     that the run is to end early, and how; created once, the first one wins
 batches/<batch_id>/runs/<run>/end.json        how the run ended; created once, the first one wins
 batches/<batch_id>/output.jsonl               all rows, in the input's order
 batches/<batch_id>/errors.jsonl               the failed ones among them
@@ -56,6 +57,11 @@ def parts(batch_id: str, run: int) -> str:
 def part(batch_id: str, run: int, shard: int) -> str:
     """The sealed rows of a shard."""
     return f"{parts(batch_id, run)}/{shard:05d}.jsonl"
+
+
+def ending(batch_id: str, run: int) -> str:
+    """The wish that a run ends before it is complete."""
+    return f"{BATCHES}/{batch_id}/runs/{run}/ending.json"
 
 
 def end(batch_id: str, run: int) -> str:

@@ -10,7 +10,11 @@ A request's index in the ledger:
 
     (nothing) ──begin──▶ marked ──record──▶ recorded ──seal_shard──▶ in the part, dropped here
                             │ record of somebody else's row: the second row is dropped
-    begin on a recorded index, a sealed shard or a closed run: DONE, no engine call
+    begin on a recorded index, a sealed shard, a closed or ending run: DONE, no engine call
+    begin on an index that a live worker has marked: PARKED
+    begin on an index whose marker is dead: a strike, then as if unmarked
+    begin on an index with strikes that the quarantine has not admitted: SUSPECT; with too many: POISON
+    release (a drain): marked ──▶ (nothing), no strike
 
 Every step is one Lua script, so a crash leaves the state before or after it, never between.
 Counters serve pacing and progress; what a batch finally holds is counted from its parts.
@@ -22,7 +26,7 @@ import json
 import time
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from redis.exceptions import NoScriptError
 
@@ -33,12 +37,22 @@ if TYPE_CHECKING:
 
     import redis
 
+#: Strikes from which a request is a suspect and needs the quarantine's word to begin.
+SUSPECT_STRIKES = 2
+
 #: Rows that are read in one slice while a shard is sealed.
 SLICE = 500
 
 
 class Verdict(Enum):
     """What `begin` and `record` answer."""
+
+    #: `begin`: a live worker runs it, this one perhaps. Ask again later.
+    PARKED = "parked"
+    #: `begin`: it has cost some workers their life. Nothing was marked: ask again once the quarantine admits it.
+    SUSPECT = "suspect"
+    #: `begin`: it has cost too many workers their life. Record a failure.
+    POISON = "poison"
 
     #: No head: Redis does not know the run. Nothing was written.
     UNKNOWN = "unknown"
@@ -50,10 +64,11 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """Answer to `begin`. `calls` counts earlier engine calls of this request."""
+    """Answer to `begin`. `calls` counts earlier engine calls of this request, `strikes` the deaths while it ran."""
 
     verdict: Verdict
     calls: int = 0
+    strikes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +88,14 @@ class Address:
     run: int
     shard: int
     index: int
+
+
+class Claim(NamedTuple):
+    """A delivery that wants to begin. `mark` is "worker/delivery", `admitted` the strikes that the quarantine knows."""
+
+    at: Address
+    mark: str
+    admitted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +122,7 @@ class Progress:
     prompt_tokens: int
     completion_tokens: int
     closed: str
+    ending: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,15 +138,32 @@ class WorkerBeat:
 
 
 _BEGIN = """
-local head, sealed, rows, marks, calls = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local shard, index, mark = ARGV[1], ARGV[2], ARGV[3]
-local closed = redis.call('HGET', head, 'closed')
-if not closed then return {'unknown', 0} end
-if closed ~= '' or redis.call('SISMEMBER', sealed, shard) == 1 or redis.call('HEXISTS', rows, index) == 1 then
-    return {'done', 0}
+local head, sealed, rows, marks, calls, strikes = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
+local shard, index, mark, worker_prefix, most = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
+local admitted, suspect = tonumber(ARGV[6]), tonumber(ARGV[7])
+local run = redis.call('HMGET', head, 'closed', 'ending')
+if not run[1] then return {'unknown', 0, 0} end
+if run[1] ~= '' or (run[2] and run[2] ~= '') or redis.call('SISMEMBER', sealed, shard) == 1
+        or redis.call('HEXISTS', rows, index) == 1 then
+    return {'done', 0, 0}
 end
+local deaths = tonumber(redis.call('HGET', strikes, index) or '0')
+local owner = redis.call('HGET', marks, index)
+if owner and owner ~= mark then
+    if redis.call('EXISTS', worker_prefix .. string.match(owner, '^(.*)/')) == 1 then return {'parked', 0, deaths} end
+    deaths = redis.call('HINCRBY', strikes, index, 1)
+    redis.call('HDEL', marks, index)
+end
+if deaths > most then return {'poison', 0, deaths} end
+if deaths >= suspect and deaths > admitted then return {'suspect', 0, deaths} end
 redis.call('HSET', marks, index, mark)
-return {'ours', redis.call('HINCRBY', calls, index, 1) - 1}
+return {'ours', redis.call('HINCRBY', calls, index, 1) - 1, deaths}
+"""
+
+_RELEASE = """
+local marks, index, mark = KEYS[1], ARGV[1], ARGV[2]
+if redis.call('HGET', marks, index) == mark then return redis.call('HDEL', marks, index) end
+return 0
 """
 
 _RECORD = """
@@ -152,7 +193,7 @@ if redis.call('EXISTS', head) == 1 then return 0 end
 redis.call('DEL', sealed)
 for i = 8, #ARGV do redis.call('SADD', sealed, ARGV[i]) end
 redis.call('HSET', head, 'total', ARGV[1], 'shards', ARGV[2], 'step', ARGV[3], 'finished', ARGV[4], 'failed', ARGV[5],
-    'prompt_tokens', ARGV[6], 'completion_tokens', ARGV[7], 'frontier', 0, 'closed', '')
+    'prompt_tokens', ARGV[6], 'completion_tokens', ARGV[7], 'frontier', 0, 'ending', '', 'closed', '')
 return 1
 """
 
@@ -168,6 +209,12 @@ if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
 return redis.call('SADD', KEYS[2], ARGV[1])
 """
 
+_SET_ENDING = """
+if redis.call('EXISTS', KEYS[1]) == 0 or redis.call('HGET', KEYS[1], 'ending') ~= '' then return 0 end
+redis.call('HSET', KEYS[1], 'ending', ARGV[1])
+return 1
+"""
+
 _CLOSE = """
 local head, sealed = KEYS[1], KEYS[2]
 local shards = redis.call('HGET', head, 'shards')
@@ -179,6 +226,12 @@ for shard = 0, tonumber(shards) - 1 do
     for i = 3, #ARGV do redis.call('EXPIRE', ARGV[i] .. shard, ARGV[2]) end
 end
 return 1
+"""
+
+
+_WATCH = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+return redis.call('PEXPIRE', KEYS[1], ARGV[2])
 """
 
 
@@ -216,19 +269,24 @@ class _Script:
 class Ledger:
     """The ledger over one Redis client (`decode_responses` off). Safe to use from several threads."""
 
-    def __init__(self, client: redis.Redis) -> None:
+    def __init__(self, client: redis.Redis, *, max_deliveries: int = 3) -> None:
+        """`max_deliveries` is the number of deaths that a request may cause before the next one fails it."""
         self._client = client
+        self._max_deliveries = max_deliveries
         self._begin = _Script(client, _BEGIN)
+        self._release = _Script(client, _RELEASE)
+        self._watch = _Script(client, _WATCH)
         self._record = _Script(client, _RECORD)
         self._restore = _Script(client, _RESTORE)
         self._claim = _Script(client, _CLAIM)
         self._mark_sealed = _Script(client, _MARK_SEALED)
+        self._set_ending = _Script(client, _SET_ENDING)
         self._close = _Script(client, _CLOSE)
 
     # -- one request ------------------------------------------------------------------------------------------------
 
-    def begin(self, calls: Sequence[tuple[Address, str]]) -> list[Begun]:
-        """Start requests: one answer per (address, mark), in one round trip. A mark is "worker/delivery"."""
+    def begin(self, claims: Sequence[Claim]) -> list[Begun]:
+        """Start requests: one answer per claim, in one round trip."""
         answers = self._begin.call_many(
             [
                 (
@@ -238,13 +296,18 @@ class Ledger:
                         keys.rows(at.batch_id, at.run, at.shard),
                         keys.marks(at.batch_id, at.run, at.shard),
                         keys.calls(at.batch_id, at.run, at.shard),
+                        keys.strikes(at.batch_id, at.run, at.shard),
                     ),
-                    (at.shard, at.index, mark),
+                    (at.shard, at.index, mark, keys.WORKER_PREFIX, self._max_deliveries, admitted, SUSPECT_STRIKES),
                 )
-                for at, mark in calls
+                for at, mark, admitted in claims
             ]
         )
-        return [Begun(Verdict(verdict.decode()), int(earlier)) for verdict, earlier in answers]
+        return [Begun(Verdict(verdict.decode()), int(calls), int(strikes)) for verdict, calls, strikes in answers]
+
+    def release(self, at: Address, mark: str) -> None:
+        """Take our mark back: the delivery was handed back, which is no strike. Somebody else's mark stays."""
+        self._release.call((keys.marks(at.batch_id, at.run, at.shard),), (at.index, mark))
 
     def record(self, rows: Sequence[Row]) -> list[Recorded]:
         """Record rows: one answer per row, in one round trip. The first row of an index wins."""
@@ -313,6 +376,7 @@ class Ledger:
             prompt_tokens=number(b"prompt_tokens"),
             completion_tokens=number(b"completion_tokens"),
             closed=head.get(b"closed", b"").decode(),
+            ending=head.get(b"ending", b"").decode(),
         )
 
     def claim_shard(self, batch_id: str, run: int, shard: int) -> bool:
@@ -334,6 +398,11 @@ class Ledger:
         """Whether the ledger knows the shard as sealed."""
         return bool(self._client.sismember(keys.sealed(batch_id, run), str(shard)))
 
+    def sealed(self, batch_id: str, run: int) -> set[int]:
+        """Numbers of the shards that the ledger knows as sealed."""
+        members: Any = self._client.smembers(keys.sealed(batch_id, run))
+        return {int(member) for member in members}
+
     def sealed_count(self, batch_id: str, run: int) -> int:
         """How many shards the ledger knows as sealed."""
         return int(self._client.scard(keys.sealed(batch_id, run)))
@@ -341,13 +410,51 @@ class Ledger:
     def drop_shard(self, batch_id: str, run: int, shard: int) -> None:
         """Delete the rows of a sealed shard. Always the last step: part created, marked sealed, then this."""
         self._client.unlink(
-            keys.rows(batch_id, run, shard), keys.marks(batch_id, run, shard), keys.calls(batch_id, run, shard)
+            keys.rows(batch_id, run, shard),
+            keys.marks(batch_id, run, shard),
+            keys.calls(batch_id, run, shard),
+            keys.strikes(batch_id, run, shard),
         )
+
+    def set_ending(self, batch_id: str, run: int, ending: str) -> None:
+        """Let the run end before it is complete ("cancelled", "expired"): nothing of it is begun any more."""
+        self._set_ending.call((keys.head(batch_id, run),), (ending,))
+
+    def endings(self, runs: Sequence[tuple[str, int]]) -> list[str]:
+        """For each (batch id, run) how it is ending, "" for not at all, in one round trip."""
+        with self._client.pipeline(transaction=False) as pipe:
+            for batch_id, run in runs:
+                pipe.hget(keys.head(batch_id, run), "ending")
+            return [(ending or b"").decode() for ending in pipe.execute()]
 
     def close(self, batch_id: str, run: int, status: str) -> None:
         """Close the run: deliveries are answered as done, and what is left expires."""
-        prefixes = [key(batch_id, run, 0)[:-1] for key in (keys.rows, keys.marks, keys.calls)]
+        prefixes = [key(batch_id, run, 0)[:-1] for key in (keys.rows, keys.marks, keys.calls, keys.strikes)]
         self._close.call((keys.head(batch_id, run), keys.sealed(batch_id, run)), (status, keys.CLOSED_TTL_S, *prefixes))
+
+    def recorded(self, batch_id: str, run: int, shard: int) -> int:
+        """How many rows of an unsealed shard are recorded."""
+        count: Any = self._client.hlen(keys.rows(batch_id, run, shard))
+        return int(count)
+
+    def running(self, batch_id: str, run: int, shard: int) -> set[int]:
+        """Indexes of a shard that live workers have marked."""
+        marks: Any = self._client.hgetall(keys.marks(batch_id, run, shard))
+        if not marks:
+            return set()
+        owners = {mark.decode().rpartition("/")[0] for mark in marks.values()}
+        alive = {owner for owner in owners if self._client.exists(keys.worker(owner))}
+        return {int(index) for index, mark in marks.items() if mark.decode().rpartition("/")[0] in alive}
+
+    def keep_open(self, batch_id: str, run: int, shards: Iterable[int]) -> None:
+        """Take a TTL off the keys of an open run, whoever gave them one."""
+        with self._client.pipeline(transaction=False) as pipe:
+            pipe.persist(keys.head(batch_id, run))
+            pipe.persist(keys.sealed(batch_id, run))
+            for shard in shards:
+                for key in (keys.rows, keys.marks, keys.calls, keys.strikes):
+                    pipe.persist(key(batch_id, run, shard))
+            pipe.execute()
 
     # -- workers ----------------------------------------------------------------------------------------------------
 
@@ -379,6 +486,25 @@ class Ledger:
         """Remove every heartbeat, on a broker whose workers are known to be gone."""
         members: Any = self._client.zrange(keys.WORKERS, 0, -1)
         self._client.delete(keys.WORKERS, *(keys.worker(member.decode()) for member in members))
+
+    def pass_marker(self, marker: str) -> None:
+        """Note that a marker message was consumed."""
+        self._client.set(keys.marker(marker), "1", ex=keys.CLOSED_TTL_S)
+
+    def marker_passed(self, marker: str) -> bool:
+        """Whether a marker message was consumed."""
+        return bool(self._client.exists(keys.marker(marker)))
+
+    def queue_length(self, queue: str) -> int:
+        """How many messages wait in a queue (kombu 5.7: a list of the queue's name)."""
+        length: Any = self._client.llen(queue)
+        return int(length)
+
+    def be_watchdog(self, who: str, ttl_s: float) -> bool:
+        """Become, or stay, the one watchdog for `ttl_s` seconds."""
+        if self._client.set(keys.WATCHDOG, who, nx=True, px=int(ttl_s * 1000)):
+            return True
+        return bool(self._watch.call((keys.WATCHDOG,), (who, int(ttl_s * 1000))))
 
     def workers(self) -> list[WorkerBeat]:
         """The live workers. Dead ones are dropped from the index on the way."""

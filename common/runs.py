@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pydantic_core import from_json
 
 from common import layout
-from common.batch import BatchStatus, Manifest, RequestCounts, RunEnd, Usage, row_failed
+from common.batch import BatchStatus, Manifest, RequestCounts, RunEnd, RunEnding, Usage, row_failed
 from common.dispatch import feed_step
 from common.errors import NoSuchBatchError, ObjectMissingError
 
@@ -43,6 +43,24 @@ def read_end(store: ObjectStore, batch_id: str, run: int = FIRST_RUN) -> RunEnd 
         return RunEnd.model_validate_json(store.read(layout.end(batch_id, run)))
     except ObjectMissingError:
         return None
+
+
+def read_ending(store: ObjectStore, batch_id: str, run: int = FIRST_RUN) -> RunEnding | None:
+    """How the run is to end early, or None."""
+    try:
+        return RunEnding.model_validate_json(store.read(layout.ending(batch_id, run)))
+    except ObjectMissingError:
+        return None
+
+
+def write_ending(store: ObjectStore, batch_id: str, status: BatchStatus, run: int = FIRST_RUN) -> RunEnding:
+    """Wish that the run ends early; returns the wish that won, which may be an earlier one."""
+    wish = RunEnding(status=status, at=now())
+    with store.writing(layout.ending(batch_id, run)) as out:
+        out.write(wish.model_dump_json().encode())
+    won = wish if out.created else read_ending(store, batch_id, run)
+    assert won is not None
+    return won
 
 
 def write_end(store: ObjectStore, batch_id: str, end: RunEnd, run: int = FIRST_RUN) -> RunEnd:
@@ -111,15 +129,16 @@ def restore(store: ObjectStore, ledger: Ledger, manifest: Manifest, *, run: int 
     )
     if end is not None:
         ledger.close(batch_id, run, end.status.value)
+    elif (ending := read_ending(store, batch_id, run)) is not None:
+        ledger.set_ending(batch_id, run, ending.status.value)
     return written
 
 
 def reconcile(store: ObjectStore, ledger: Ledger, manifest: Manifest, run: int = FIRST_RUN) -> None:
     """Tell the ledger of parts that it does not know as sealed: their sealer died between creating and noting them."""
-    for shard in sealed_shards(store, manifest.batch_id, run):
-        if not ledger.is_sealed(manifest.batch_id, run, shard):
-            ledger.mark_sealed(manifest.batch_id, run, shard)
-            ledger.drop_shard(manifest.batch_id, run, shard)
+    for shard in sealed_shards(store, manifest.batch_id, run) - ledger.sealed(manifest.batch_id, run):
+        ledger.mark_sealed(manifest.batch_id, run, shard)
+        ledger.drop_shard(manifest.batch_id, run, shard)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +168,12 @@ def state_of(store: ObjectStore, ledger: Ledger | None, manifest: Manifest, run:
         counts = RequestCounts(total=manifest.total, completed=tally.completed, failed=tally.failed)
         usage = Usage(prompt_tokens=tally.prompt_tokens, completion_tokens=tally.completion_tokens)
         return BatchState(manifest, BatchStatus.IN_PROGRESS, counts, usage, known=False)
-    status = BatchStatus.FINALIZING if progress.finished >= progress.total else BatchStatus.IN_PROGRESS
+    if progress.ending == BatchStatus.CANCELLED.value:
+        status = BatchStatus.CANCELLING
+    elif progress.ending or progress.finished >= progress.total:
+        status = BatchStatus.FINALIZING
+    else:
+        status = BatchStatus.IN_PROGRESS
     counts = RequestCounts(total=manifest.total, completed=progress.finished - progress.failed, failed=progress.failed)
     usage = Usage(prompt_tokens=progress.prompt_tokens, completion_tokens=progress.completion_tokens)
     return BatchState(manifest, status, counts, usage)

@@ -6,15 +6,22 @@ Must not know: what the settings are used for. Command-line options win: they ar
 
 from __future__ import annotations
 
+import os
 from typing import Any, Literal, Self, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from common.errors import UsageError
 
 #: Largest shard: a part is sealed in one go, and a chord's body message carries one receipt per request.
 MAX_SHARD_SIZE = 1000
+
+#: Shortest lease: below it a busy machine loses deliveries that are alive.
+MIN_LEASE_S = 10.0
+DEFAULT_LEASE_S = 30.0
+#: Tests cannot wait for real leases; with this variable at "1" shorter ones are accepted.
+_SHORT_LEASES = "FLEET_TEST_SHORT_LEASES"
 
 #: Queue of the requests and of the aggregator's tasks.
 GPU_QUEUE = "gpu"
@@ -34,6 +41,16 @@ class FleetSettings(BaseSettings):
     shard_size: int = Field(default=MAX_SHARD_SIZE, ge=1, le=MAX_SHARD_SIZE)
     #: Requests of a batch that may be published and not finished.
     window: int = Field(default=16_384, ge=1)
+    #: Seconds for which a delivery is its worker's, renewed several times while the worker lives. A chord whose body
+    #: is being sent claims it for up to 21 s; a lease below that leaves such a loss to the watchdog.
+    lease_s: float = Field(default=DEFAULT_LEASE_S, gt=0)
+
+    @field_validator("lease_s")
+    @classmethod
+    def _long_enough(cls, lease_s: float) -> float:
+        if lease_s < MIN_LEASE_S and os.environ.get(_SHORT_LEASES) != "1":
+            raise ValueError(f"must be at least {MIN_LEASE_S:g}")
+        return lease_s
 
     def with_store(self) -> Self:
         """These settings, checked to name a store."""
@@ -56,6 +73,10 @@ class WorkerSettings(FleetSettings):
     queue: str = GPU_QUEUE
     #: Seconds that a stopping worker gives its running requests.
     drain_s: float = Field(default=30.0, ge=0)
+    #: Deaths of workers or engines that a request may cause; the next one makes it a failed row.
+    max_deliveries: int = Field(default=3, ge=2)
+    #: Seconds that one engine call may take; 0 for no limit.
+    request_timeout_s: float = Field(default=0.0, ge=0)
 
 
 Settings = TypeVar("Settings", bound=FleetSettings)

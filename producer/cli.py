@@ -1,4 +1,4 @@
-"""The command `producer`: submit, check, status, list, fetch.
+"""The command `producer`: submit, check, status, list, resume, cancel, fetch.
 
 Owns: the command line, exit codes, and what is printed where: results on stdout, everything for people on stderr.
 On failure: one line per problem, never a traceback; see `contract` in the README for the exit codes.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
@@ -20,9 +21,16 @@ import redis
 from common import broker, layout
 from common.batch import CLOSED, BatchStatus, batch_object, dumps
 from common.dispatch import republish
-from common.errors import FleetError, InputRefusedError, NoSuchBatchError, OutputFailedError, UsageError
+from common.errors import (
+    BrokerUnavailableError,
+    FleetError,
+    InputRefusedError,
+    NoSuchBatchError,
+    OutputFailedError,
+    UsageError,
+)
 from common.ledger import Ledger
-from common.runs import BatchState, read_manifest, state_of
+from common.runs import BatchState, now, read_end, read_manifest, state_of
 from common.settings import GPU_QUEUE, FleetSettings, WorkerSettings, load
 from common.store import open_store
 from producer import control, intake
@@ -76,7 +84,17 @@ def build_parser() -> argparse.ArgumentParser:
     fetch.add_argument("batch", metavar="BATCH")
     fetch.add_argument("-o", "--output", required=True, metavar="OUT", help="where the rows go")
     fetch.add_argument("--errors", metavar="PATH", help="failed rows also go here")
-    for command in (status, listing, fetch):
+    resume = commands.add_parser("resume", allow_abbrev=False, help="attach to an open batch and wait for its rows")
+    resume.add_argument("batch", metavar="BATCH")
+    resume.add_argument("-o", "--output", metavar="OUT", help="default: the input's name with .out.jsonl")
+    resume.add_argument("--errors", metavar="PATH", help="failed rows also go here")
+    resume.add_argument("--detach", action="store_true", help="only see to it that the batch goes on; do not wait")
+    resume.add_argument("--json", action="store_true", help="print the final batch object on stdout")
+
+    cancel = commands.add_parser("cancel", allow_abbrev=False, help="end an open batch; finished rows are kept")
+    cancel.add_argument("batch", metavar="BATCH")
+
+    for command in (status, listing, fetch, cancel):
         command.add_argument(
             "--local", action="store_true", help="look at the batches of --local; needs no FLEET_STORE"
         )
@@ -102,7 +120,18 @@ def _add_submit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     submit.add_argument("--engine", choices=("vllm", "echo"), help="with --local; default: vllm")
     submit.add_argument("--workers", type=int, metavar="N", help="with --local: worker processes; default: 1")
     submit.add_argument("--new", action="store_true", help="a fresh batch, even if one of the same file is open")
+    submit.add_argument(
+        "--expires", type=_seconds, metavar="24h", help="rows not finished by then fail; default: never"
+    )
     submit.add_argument("--json", action="store_true", help="print the final batch object on stdout")
+
+
+def _seconds(text: str) -> int:
+    """`90`, `90s`, `30m`, `24h`, `7d` in seconds."""
+    match = re.fullmatch(r"([1-9]\d*)([smhd]?)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time: say 90s, 30m, 24h or 7d")
+    return int(match.group(1)) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match.group(2)]
 
 
 def _add_input(parser: argparse.ArgumentParser) -> None:
@@ -252,7 +281,7 @@ class _Submission:
         flags: list[str],
         settings: FleetSettings,
         store: ObjectStore,
-        checked: intake.Checked,
+        checked: intake.Checked | None,
         digest: str,
         attached: Manifest | None,
         output: str,
@@ -366,7 +395,7 @@ class _Submission:
                     control.start(fleet, manifest)
                     self._wait_for_engine(fleet, local, progress)
                     destination.begin()
-                    state = self._wait(fleet, manifest, destination, progress, local.check)
+                    state = self._wait(fleet, manifest, destination, progress, lambda: _replace(local, progress))
                     progress.note("ending the local fleet")
             except Interrupted:
                 left = self._left(batch_id)
@@ -406,12 +435,14 @@ class _Submission:
                 f"{self._done_before} of {counts.total} requests done"
             )
             return self._attached
+        assert self._checked is not None
         manifest = control.write_batch(
             self._store,
             self._checked,
             digest=self._digest,
             max_shard_size=self._settings.shard_size,
             batch_id=batch_id,
+            expires_at=None if self._options.expires is None else now() + self._options.expires,
             on_lines=lambda lines: progress.note(f"writing the batch ({lines} lines)"),
         )
         progress.say(f"{manifest.batch_id}: {manifest.total} requests in {len(manifest.counts)} shards")
@@ -421,7 +452,7 @@ class _Submission:
     def _wait_for_engine(fleet: control.Fleet, local: LocalFleet, progress: Progress) -> None:
         """Until a worker is ready: a set-up that cannot work ends here, with the output untouched."""
         started = time.monotonic()
-        while not any(worker.state == "ready" for worker in fleet.ledger.workers()):
+        while not any(worker.state == "ready" and worker.engine for worker in fleet.ledger.workers()):
             local.check()
             waited_s = time.monotonic() - started
             if waited_s > 1:
@@ -453,6 +484,12 @@ class _Submission:
             output, errors = self._output, self._options.errors
             _print(dumps(_object(state, output=os.path.abspath(output), errors=errors and os.path.abspath(errors))))
         return _exit_code(state)
+
+
+def _replace(local: LocalFleet, progress: Progress) -> None:
+    """Look after the local fleet's processes, and say what became of them."""
+    for notice in local.check():
+        progress.say(notice)
 
 
 def _take_up(fleet: control.Fleet, manifest: Manifest) -> None:
@@ -537,6 +574,9 @@ def _status(options: argparse.Namespace, _: list[str]) -> int:
     for state in states:
         _print(_line(state))
     for worker in ledger.workers() if ledger is not None else ():
+        if not worker.engine:
+            _print(f"aggregator {worker.worker_id}")
+            continue
         _print(
             f"worker {worker.worker_id}  {worker.state}, {worker.engine}, queue {worker.queue}, "
             f"serves {', '.join(worker.models) or '-'}, {worker.inflight} in flight at most"
@@ -568,7 +608,45 @@ def _fetch(options: argparse.Namespace, _: list[str]) -> int:
     return _exit_code(state)
 
 
-_COMMANDS = {"submit": _submit, "check": _check, "status": _status, "list": _list, "fetch": _fetch}
+def _resume(options: argparse.Namespace, _: list[str]) -> int:
+    settings = load(FleetSettings).with_store()
+    store = open_store(settings.store)
+    manifest = read_manifest(store, layout.checked_batch_id(options.batch))
+    if (end := read_end(store, manifest.batch_id)) is not None:
+        _say(f"{manifest.batch_id} is {end.status.value} already; get its rows with producer fetch")
+        return _exit_code(state_of(store, None, manifest))
+    options.new = options.local = False
+    output = "" if options.detach else options.output or default_output(manifest.input_name)
+    if not options.detach:
+        check_destinations(manifest.input_name, output, options.errors)
+    with Progress() as progress:
+        return _Submission(options, [], settings, store, None, "", manifest, output).fleet(progress)
+
+
+def _cancel(options: argparse.Namespace, _: list[str]) -> int:
+    store, _ledger = _stored(options)
+    manifest = read_manifest(store, layout.checked_batch_id(options.batch))
+    fleet = None
+    if not options.local:
+        with contextlib.suppress(BrokerUnavailableError):
+            fleet = control.Fleet.connect(load(FleetSettings), store)
+    status = control.cancel(store, fleet, manifest)
+    if read_end(store, manifest.batch_id) is not None:
+        _say(f"{manifest.batch_id} is {status.value} already")
+    else:
+        _say(f"{manifest.batch_id} is being cancelled; finished rows are kept")
+    return EXIT_OK
+
+
+_COMMANDS = {
+    "submit": _submit,
+    "check": _check,
+    "status": _status,
+    "list": _list,
+    "resume": _resume,
+    "cancel": _cancel,
+    "fetch": _fetch,
+}
 
 if __name__ == "__main__":
     main()

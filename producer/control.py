@@ -24,7 +24,7 @@ from kombu.exceptions import OperationalError
 
 from common import broker, layout
 from common.batch import CLOSED, BatchStatus, Manifest, RequestCounts, RunEnd, Usage
-from common.dispatch import Feeder
+from common.dispatch import Feeder, send
 from common.errors import BrokerUnavailableError, NoSuchBatchError, ObjectMissingError, StoreUnavailableError
 from common.ledger import Ledger
 from common.runs import (
@@ -38,8 +38,9 @@ from common.runs import (
     sealed_shards,
     state_of,
     write_end,
+    write_ending,
 )
-from common.settings import GPU_QUEUE
+from common.settings import AGGREGATE_QUEUE, GPU_QUEUE
 from producer import intake
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class Fleet:
         """Connect to the broker. Raises `BrokerUnavailableError` when it does not answer."""
         client = broker.redis_client(settings.broker_url)
         broker.reachable(client, settings.broker_url)
-        return cls(settings, store, broker.make_app(settings.broker_url), Ledger(client))
+        return cls(settings, store, broker.make_app(settings.broker_url, lease_s=settings.lease_s), Ledger(client))
 
     def feeder(self, manifest: Manifest) -> Feeder:
         """A feeder of the batch's first run."""
@@ -110,13 +111,20 @@ def write_batch(
     digest: str,
     max_shard_size: int,
     batch_id: str | None = None,
+    expires_at: int | None = None,
     on_lines: Callable[[int], None] | None = None,
 ) -> Manifest:
     """Make the batch durable, then point the digest at it. An empty file's batch is complete at once."""
     batch_id = batch_id or layout.new_batch_id()
     try:
         manifest = intake.write_batch(
-            store, checked, batch_id=batch_id, digest=digest, max_shard_size=max_shard_size, on_lines=on_lines
+            store,
+            checked,
+            batch_id=batch_id,
+            digest=digest,
+            max_shard_size=max_shard_size,
+            expires_at=expires_at,
+            on_lines=on_lines,
         )
     except BaseException:
         # An interrupt, a file that changed, a full disk: without a manifest nobody would ever find the prompts.
@@ -143,7 +151,7 @@ def start(fleet: Fleet, manifest: Manifest) -> None:
     """Put the batch's run into Redis, if it is not there, and publish what the window allows.
 
     Raises `BrokerUnavailableError` when the broker fails on the way; the batch is durable all the same. Signals wait
-    until a shard that was begun is published whole: nobody would publish the rest of it.
+    until a shard that was begun is published whole: the watchdog would publish the rest, but a minute later.
     """
     try:
         restore(fleet.store, fleet.ledger, manifest, window=fleet.settings.window)
@@ -222,6 +230,21 @@ def wait(
         time.sleep(POLL_S)
 
 
+def cancel(store: ObjectStore, fleet: Fleet | None, manifest: Manifest) -> BatchStatus:
+    """Wish that the batch ends now: finished rows stay, the others become failed ones. Returns what it will end as.
+
+    The wish is an object in the store, so it is not lost; with a fleet at hand it is carried out within seconds.
+    """
+    end = read_end(store, manifest.batch_id)
+    if end is not None:
+        return end.status
+    wish = write_ending(store, manifest.batch_id, BatchStatus.CANCELLED)
+    if fleet is not None:
+        fleet.ledger.set_ending(manifest.batch_id, FIRST_RUN, wish.status.value)
+        send(fleet.app, broker.END_EARLY, batch_id=manifest.batch_id, run=FIRST_RUN)
+    return wish.status
+
+
 class _Follower:
     """Copies sealed parts to the destination, in order, as they appear."""
 
@@ -261,14 +284,18 @@ class _WorkerHint:
         if at < self._next_look:
             return self._note
         self._next_look = at + 1.0
-        workers = [worker for worker in self._ledger.workers() if worker.queue == GPU_QUEUE]
-        if any(worker.state == "ready" for worker in workers):
+        beats = self._ledger.workers()
+        workers = [beat for beat in beats if beat.queue == GPU_QUEUE]
+        waited_s = at - self._since
+        if not workers:
+            self._note = f"waiting for a worker: none serves the queue {GPU_QUEUE!r} ({waited_s:.0f} s)"
+        elif not any(worker.state == "ready" for worker in workers):
+            self._note = f"waiting for the engine to load ({waited_s:.0f} s)"
+        elif not any(beat.queue == AGGREGATE_QUEUE for beat in beats):
+            self._note = f"waiting for an aggregator: start `worker aggregate` ({waited_s:.0f} s)"
+        else:
             self._since, self._note = at, ""
-        elif workers:
-            self._note = f"waiting for the engine to load ({at - self._since:.0f} s)"
-        elif at - self._since > NO_WORKER_S:
-            self._note = f"waiting for a worker: none serves the queue {GPU_QUEUE!r} ({at - self._since:.0f} s)"
-        return self._note
+        return self._note if waited_s > NO_WORKER_S else ""
 
 
 def manifests(store: ObjectStore) -> Iterator[Manifest]:

@@ -135,6 +135,7 @@ def write_batch(
     batch_id: str,
     digest: str,
     max_shard_size: int,
+    expires_at: int | None = None,
     on_lines: Callable[[int], None] | None = None,
 ) -> Manifest:
     """Second pass: write the shards' inputs, then the manifest. The batch is durable when this returns.
@@ -172,6 +173,7 @@ def write_batch(
         digest=digest,
         total=checked.total,
         counts=tuple(counts),
+        expires_at=expires_at,
     )
     with store.writing(layout.manifest(batch_id)) as out:
         out.write(manifest.model_dump_json().encode())

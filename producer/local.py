@@ -2,7 +2,8 @@
 
 Owns: the embedded broker, the aggregator's and the workers' processes, their logs, and their end.
 Must not know: the workers' code (it starts `python -m workers`), the command line.
-On failure: a process that dies ends the wait with one sentence, taken from its log, and everything else is ended too.
+On failure: a worker that dies while it serves is replaced, a bounded number of times. Any other process that dies
+ends the wait with one sentence, taken from its log, and everything else is ended too.
 
     broker ─▶ aggregator, workers (the engine loads while the input is written) ─▶ batch ─▶ all ended, the broker last
 
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 BROKER_START_S = 20.0
 WORKER_STOP_S = 20.0
 BROKER_STOP_S = 10.0
+#: Workers that are replaced, for each one that was asked for. One request that kills its workers is given up before.
+MAX_RESTARTS = 8
 
 _SOCKET = "broker.sock"
 #: `sun_path` has 108 bytes on Linux and 104 elsewhere, with a zero at its end.
@@ -106,6 +109,7 @@ class LocalFleet:
         self.broker_url = ""
         #: Set once a worker is ready: from then on rows may exist.
         self.serving = False
+        self._restarts = 0
 
     def __enter__(self) -> Self:
         try:
@@ -127,11 +131,24 @@ class LocalFleet:
     ) -> None:
         self.stop()
 
-    def check(self) -> None:
-        """Raise `LocalFleetError` when a process has died."""
-        for process in self._processes:
-            if process.popen.poll() is not None:
-                raise process.death(serving=self.serving)
+    def check(self) -> list[str]:
+        """Replace workers that have died; returns a sentence for each. What they ran is run again by its lease.
+
+        Raises `LocalFleetError` when something else has died, when a worker never got ready, or when too many died.
+        """
+        notices = []
+        for process in list(self._processes):
+            if process.popen.poll() is None:
+                continue
+            death = process.death(serving=self.serving)
+            if not (self.serving and process.restartable and self._restarts < MAX_RESTARTS * self._workers):
+                raise death
+            self._restarts += 1
+            self._processes.remove(process)
+            process.finish(0)
+            self._spawn(process.name, process.command, process.environment, restartable=True)
+            notices.append(f"{process.name} died and was started again; its requests run again in a while")
+        return notices
 
     def forget(self) -> None:
         """The batch is complete: drop the broker's file and the logs. Call after leaving the context."""
@@ -222,11 +239,12 @@ class LocalFleet:
         }
         for variable in ("FLEET_MODEL", "FLEET_ENGINE", "FLEET_ENGINE_ARGS"):
             environment.pop(variable, None)
-        self._spawn(name, [sys.executable, "-m", "workers", *arguments], environment)
+        command = [sys.executable, "-m", "workers", *arguments]
+        self._spawn(name, command, environment, restartable=arguments[0] == "serve")
 
-    def _spawn(self, name: str, command: list[str], environment: dict[str, str]) -> None:
+    def _spawn(self, name: str, command: list[str], environment: dict[str, str], *, restartable: bool = False) -> None:
         log = self._folder / f"{name}.log"
-        with log.open("wb") as output:
+        with log.open("ab" if self._restarts else "wb") as output:
             popen = subprocess.Popen(  # noqa: S603 - our own commands
                 command,
                 env=environment,
@@ -236,16 +254,28 @@ class LocalFleet:
                 start_new_session=True,
                 preexec_fn=_die_with_parent if sys.platform == "linux" else None,  # noqa: PLW1509 - see there
             )
-        self._processes.append(_Process(name, popen, log))
+        self._processes.append(_Process(name, popen, log, command, environment, restartable=restartable))
 
 
 class _Process:
     """One process of the local fleet and its log."""
 
-    def __init__(self, name: str, popen: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        popen: subprocess.Popen[bytes],
+        log: Path,
+        command: list[str],
+        environment: dict[str, str],
+        *,
+        restartable: bool,
+    ) -> None:
         self.name = name
         self.popen = popen
         self.log = log
+        self.command = command
+        self.environment = environment
+        self.restartable = restartable
 
     def terminate(self) -> None:
         if self.popen.poll() is None:

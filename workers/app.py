@@ -22,12 +22,14 @@ from common import broker
 from common.dispatch import send
 from common.errors import UsageError
 from common.ledger import Address, Ledger
-from common.settings import GPU_QUEUE, WorkerSettings, load
+from common.settings import AGGREGATE_QUEUE, GPU_QUEUE, WorkerSettings, load
 from common.store import open_store
+from common.transport import Transport
 from workers import tasks
 from workers.aggregate import Aggregator
 from workers.engine.host import EngineHost
 from workers.pool import EngineCapacity, refuse_wrong_pool
+from workers.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -66,7 +68,8 @@ class FleetApp:
     @cached_property
     def ledger(self) -> Ledger:
         """The ledger, through a client of its own."""
-        return Ledger(broker.redis_client(self.settings.broker_url))
+        client = broker.redis_client(self.settings.broker_url)
+        return Ledger(client, max_deliveries=self.settings.max_deliveries)
 
     @cached_property
     def aggregator(self) -> Aggregator:
@@ -74,17 +77,33 @@ class FleetApp:
         settings = self.settings.with_store()
         return Aggregator(self._app, open_store(settings.store), self.ledger, window=settings.window, queue=GPU_QUEUE)
 
+    @cached_property
+    def watchdog(self) -> Watchdog:
+        """The watchdog beside the aggregator."""
+        return Watchdog(
+            self._app,
+            open_store(self.settings.with_store().store),
+            self.ledger,
+            self.aggregator,
+            lease_s=self.settings.lease_s,
+            queue=GPU_QUEUE,
+        )
+
     def make_host(self) -> EngineHost:
-        """An engine host, not started."""
-        return EngineHost(
+        """An engine host, not started. A worker whose loop stands still loses its deliveries."""
+        host = EngineHost(
             make_engine(self.settings),
             self.ledger,
             worker_id=f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}",
             queue=self.settings.queue,
             max_inflight=self.settings.max_inflight,
+            request_timeout_s=self.settings.request_timeout_s or None,
+            lease_s=self.settings.lease_s,
             on_death=stop_with_engine,
             notify=self._notify,
         )
+        Transport.leases.alive = lambda: host.alive
+        return host
 
     def _notify(self, kind: str, at: Address) -> None:
         extra = {"shard": at.shard} if kind == "seal" else {}
@@ -99,7 +118,12 @@ def stop_with_engine() -> None:
 
 def make_worker_app(settings: WorkerSettings) -> WorkerApp:
     """The Celery app with the fleet's tasks, pool and steps."""
-    app = broker.make_app(settings.broker_url, request_queue=settings.queue)
+    app = broker.make_app(settings.broker_url, request_queue=settings.queue, lease_s=settings.lease_s)
+    leases = Transport.leases
+    # Celery drops requests that wait for their time on a reconnect, but its timer still refers to them.
+    leases.dropped = lambda: [request.message for request in state.scheduled_requests]
+    # Earlier than at the interpreter's exit, which would wait for other threads.
+    signals.worker_shutdown.connect(lambda **_: leases.hand_back(), weak=False)
     fleet = FleetApp(app, settings)
     app.fleet = fleet
     app.steps["worker"].add(EngineCapacity)
@@ -127,6 +151,32 @@ def check_worker(sender: Any, **_: Any) -> None:
     refuse_wrong_pool(sender)
 
 
+def start_watchdog(sender: Any, **_: Any) -> None:
+    """Celery's signal when a worker takes messages: an aggregator looks after open batches from now on."""
+    if AGGREGATE_QUEUE in sender.app.amqp.queues.consume_from:
+        sender.app.fleet.watchdog.start()
+
+
+def stop_watchdog(sender: Any, **_: Any) -> None:
+    """Celery's signal when a worker stops."""
+    if AGGREGATE_QUEUE in sender.app.amqp.queues.consume_from:
+        sender.app.fleet.watchdog.stop()
+
+
+def on_revoked(request: Any, **_: Any) -> None:
+    """Celery's signal when somebody revoked a request, in Flower perhaps: its row fails, the batch goes on.
+
+    Celery acknowledges the message and fails the chord's part; the shard is sealed by its last row, or the watchdog.
+    """
+    if request.task != broker.RUN_REQUEST:
+        return
+    batch_id, run, shard, index = str(request.kwargsrepr).split("/")
+    send(app, broker.FAIL_REQUEST, batch_id=batch_id, run=int(run), shard=int(shard), index=int(index))
+
+
+signals.worker_ready.connect(start_watchdog, weak=False)
+signals.worker_shutdown.connect(stop_watchdog, weak=False)
+signals.task_revoked.connect(on_revoked, weak=False)
 signals.setup_logging.connect(configure_logging, weak=False)
 signals.worker_init.connect(check_worker, weak=False)
 

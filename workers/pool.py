@@ -4,7 +4,7 @@ Owns: running coroutine tasks the way Celery's tracer runs ordinary ones, the re
 Must not know: engines, batches.
 On failure: a coroutine that raises is a fault of ours, never the request's (its faults are rows): it is logged
 without its arguments and handed back. A cancelled coroutine is not reported at all; its message stays
-unacknowledged, and kombu puts it back on the queue when the consumer closes.
+unacknowledged, and the transport puts it back when the worker shuts down (`Leases.hand_back`).
 
     on_apply ─▶ coroutine on the loop ─▶ finish, in a thread: receipt to the chord ─▶ callback: acknowledge, event
                      │ cancelled (drain is over, engine dead): nothing; the message goes back to the queue
@@ -36,7 +36,8 @@ from kombu.serialization import loads, prepare_accept_content
 
 from common.errors import FleetError
 from common.settings import AGGREGATE_QUEUE
-from workers.engine.host import Delivery, current_delivery
+from common.transport import Transport
+from workers.engine.host import Delivery, Parked, current_delivery
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -138,11 +139,18 @@ class TaskPool(BasePool):  # type: ignore[misc]  # Celery has no types
                 loads(body, content_type, content_encoding, accept=self._accept) if content_type else body
             )
             context = Context({**request, "args": positional, "kwargs": keywords, "is_eager": False, **(embed or {})})
-            current_delivery.set(Delivery(self.host, task_id, chorded=bool(context.chord)))
+            tag = context.properties["delivery_tag"]
+            current_delivery.set(Delivery(self.host, tag, chorded=bool(context.chord)))
             failure: Exception | None = None
             receipt: Any = None
             try:
                 receipt = await task.run(*positional, **keywords)
+            except Parked:
+                Transport.leases.park(tag)
+                # Celery only frees the slot now: what is parked is not ours to acknowledge any more.
+                if callback is not None:
+                    await self.host.loop.run_in_executor(self._finishers, callback, (False, None, 0.0))
+                return
             except Exception as exc:
                 logger.error("delivery %s failed by a fault of the fleet: %s", task_id, type(exc).__name__)
                 logger.debug("delivery %s", task_id, exc_info=True)
@@ -178,7 +186,7 @@ class TaskPool(BasePool):  # type: ignore[misc]  # Celery has no types
             if callback is not None:
                 callback(outcome)
         except Exception as exc:
-            # The row is recorded; the message comes back after the visibility timeout and is answered as done.
+            # The row is recorded; the message stays ours until the worker stops, and is then answered as done.
             logger.error("delivery %s not acknowledged: %s", task_id, type(exc).__name__)
             logger.debug("delivery %s", task_id, exc_info=True)
 

@@ -25,6 +25,8 @@ from common.ledger import Address
 from workers.engine.host import current_delivery
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from workers.app import WorkerApp
 
 logger = logging.getLogger("fleet.tasks")
@@ -47,35 +49,62 @@ def register(app: WorkerApp) -> None:
         await delivery.host.run_request(Address(batch_id, run, shard, index), count, line, delivery)
         return broker.RECEIPT
 
-    @app.task(name=broker.SEAL_SHARD, bind=True, max_retries=None, ignore_result=True, shared=False)  # type: ignore[untyped-decorator]  # Celery has no types
-    def seal_shard(task: Any, _receipts: object = None, *, batch_id: str, run: int, shard: int) -> None:
-        """Seal a shard; sent by its chord, or by whoever recorded the shard's last row."""
+    @app.task(name=broker.MARKER, shared=False)  # type: ignore[untyped-decorator]  # Celery has no types
+    async def marker(*, marker: str) -> None:
+        """Say that the queue has passed everything that was sent to it before this message."""
+        host = current_delivery.get().host
+        await host.loop.run_in_executor(host.executor, app.fleet.ledger.pass_marker, marker)
+
+    for name, work in _AGGREGATOR_TASKS.items():
+        _register_aggregator_task(app, name, work)
+
+
+def _register_aggregator_task(app: WorkerApp, name: str, work: Callable[..., None]) -> None:
+    @app.task(name=name, bind=True, max_retries=None, ignore_result=True, shared=False)  # type: ignore[untyped-decorator]  # Celery has no types
+    def aggregate(task: Any, *_receipts: object, **ids: Any) -> None:
         try:
-            all_sealed = app.fleet.aggregator.seal_shard(batch_id, run, shard)
-            if all_sealed:
-                send(app, broker.ASSEMBLE_BATCH, batch_id=batch_id, run=run)
-            else:
-                app.fleet.aggregator.feed(batch_id, run)
+            work(app, **ids)
         except HoleError as exc:
             logger.warning("not sealed: %s", exc)
         except OUTAGES as exc:
             raise _later(task, exc) from None
 
-    @app.task(name=broker.ASSEMBLE_BATCH, bind=True, max_retries=None, ignore_result=True, shared=False)  # type: ignore[untyped-decorator]  # Celery has no types
-    def assemble_batch(task: Any, *, batch_id: str, run: int) -> None:
-        """Assemble a batch whose shards are all sealed."""
-        try:
-            app.fleet.aggregator.assemble_batch(batch_id, run)
-        except OUTAGES as exc:
-            raise _later(task, exc) from None
 
-    @app.task(name=broker.FEED, bind=True, max_retries=None, ignore_result=True, shared=False)  # type: ignore[untyped-decorator]  # Celery has no types
-    def feed(task: Any, *, batch_id: str, run: int) -> None:
-        """Publish the next shards of a batch, as its window allows."""
-        try:
-            app.fleet.aggregator.feed(batch_id, run)
-        except OUTAGES as exc:
-            raise _later(task, exc) from None
+def _seal_shard(app: WorkerApp, *, batch_id: str, run: int, shard: int) -> None:
+    """Seal a shard; sent by its chord, by whoever recorded the shard's last row, or by the watchdog."""
+    if app.fleet.aggregator.seal_shard(batch_id, run, shard):
+        send(app, broker.ASSEMBLE_BATCH, batch_id=batch_id, run=run)
+    else:
+        app.fleet.aggregator.feed(batch_id, run)
+
+
+def _assemble_batch(app: WorkerApp, *, batch_id: str, run: int) -> None:
+    """Assemble a batch whose shards are all sealed."""
+    app.fleet.aggregator.assemble_batch(batch_id, run)
+
+
+def _feed(app: WorkerApp, *, batch_id: str, run: int) -> None:
+    """Publish the next shards of a batch, as its window allows."""
+    app.fleet.aggregator.feed(batch_id, run)
+
+
+def _end_early(app: WorkerApp, *, batch_id: str, run: int) -> None:
+    """End a cancelled run."""
+    app.fleet.aggregator.end_early(batch_id, run)
+
+
+def _fail_request(app: WorkerApp, *, batch_id: str, run: int, shard: int, index: int) -> None:
+    """Record that a request was revoked."""
+    app.fleet.aggregator.fail_request(Address(batch_id, run, shard, index))
+
+
+_AGGREGATOR_TASKS: dict[str, Callable[..., None]] = {
+    broker.SEAL_SHARD: _seal_shard,
+    broker.ASSEMBLE_BATCH: _assemble_batch,
+    broker.FEED: _feed,
+    broker.END_EARLY: _end_early,
+    broker.FAIL_REQUEST: _fail_request,
+}
 
 
 def _later(task: Any, exc: Exception) -> Exception:

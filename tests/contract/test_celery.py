@@ -19,6 +19,7 @@ from common import broker, layout
 from common.batch import Shard
 from common.dispatch import publish_shard, republish
 from common.store import LocalStore
+from common.transport import Transport
 from producer import control, intake
 from tests.invariants import chat_line, chat_lines
 from tests.servers import BrokerServer, free_port
@@ -221,15 +222,16 @@ def test_no_client_subscribes_to_results(app: Celery, store: LocalStore, tmp_pat
 def test_a_message_that_was_taken_and_not_acknowledged_is_in_the_index_of_unacked_ones(
     app: Celery, store: LocalStore, tmp_path: Path
 ) -> None:
-    """`producer.local` deletes these keys by name, and a closed channel puts the message back."""
+    """`producer.local` deletes these keys by name; what is handed back is on its queue again."""
     published(app, store, tmp_path, chat_lines(1))
     client = app.test_server.client
 
     with app.connection_for_read() as connection:
         channel = connection.channel()
-        assert app.amqp.queues["gpu"](channel).get() is not None
+        taken = app.amqp.queues["gpu"](channel).get()
+        assert taken is not None
         assert (client.llen("gpu"), client.hlen("unacked"), client.zcard("unacked_index")) == (0, 1, 1)
-        channel.close()
+        Transport.leases.hand_back()
 
     assert (client.llen("gpu"), client.hlen("unacked"), client.zcard("unacked_index")) == (1, 0, 0)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common import keys, layout
-from common.ledger import Address, Begun, Ledger, Recorded, Row, Verdict, WorkerBeat
+from common.ledger import Address, Begun, Claim, Ledger, Recorded, Row, Verdict, WorkerBeat
 from tests.servers import wait_until
 
 if TYPE_CHECKING:
@@ -168,16 +168,16 @@ def test_rows_are_read_in_order_across_slices(ledger: Ledger, batch: str) -> Non
 def test_begin_counts_the_engine_calls_of_a_request(ledger: Ledger, batch: str) -> None:
     restored(ledger, batch)
 
-    answers = ledger.begin([(at(batch), "w1/a"), (at(batch), "w2/b"), (at(batch, 1), "w1/c")])
+    answers = ledger.begin([Claim(at(batch), "w1/a"), Claim(at(batch), "w2/b"), Claim(at(batch, 1), "w1/c")])
 
-    assert answers == [Begun(Verdict.OURS, 0), Begun(Verdict.OURS, 1), Begun(Verdict.OURS, 0)]
+    assert answers == [Begun(Verdict.OURS, 0), Begun(Verdict.OURS, 1, strikes=1), Begun(Verdict.OURS, 0)]
 
 
 def test_begin_marks_who_runs_and_record_clears_the_mark(
     ledger: Ledger, batch: str, broker_server: BrokerServer
 ) -> None:
     restored(ledger, batch)
-    ledger.begin([(at(batch, 2), "w1/a")])
+    ledger.begin([Claim(at(batch, 2), "w1/a")])
     assert broker_server.client.hgetall(keys.marks(batch, 1, 0)) == {b"2": b"w1/a"}
 
     ledger.record([row(at(batch, 2))])
@@ -189,7 +189,10 @@ def test_begin_on_a_recorded_request_is_done(ledger: Ledger, batch: str) -> None
     restored(ledger, batch)
     ledger.record([row(at(batch))])
 
-    assert ledger.begin([(at(batch), "w/a"), (at(batch, 1), "w/b")]) == [Begun(Verdict.DONE), Begun(Verdict.OURS)]
+    assert ledger.begin([Claim(at(batch), "w/a"), Claim(at(batch, 1), "w/b")]) == [
+        Begun(Verdict.DONE),
+        Begun(Verdict.OURS),
+    ]
 
 
 def test_begin_and_record_on_a_sealed_shard_are_done_and_write_nothing(
@@ -199,7 +202,7 @@ def test_begin_and_record_on_a_sealed_shard_are_done_and_write_nothing(
     ledger.mark_sealed(batch, 1, 0)
     ledger.drop_shard(batch, 1, 0)
 
-    assert ledger.begin([(at(batch), "w/a")]) == [Begun(Verdict.DONE)]
+    assert ledger.begin([Claim(at(batch), "w/a")]) == [Begun(Verdict.DONE)]
     assert ledger.record([row(at(batch))]) == [Recorded(Verdict.DONE)]
     assert not broker_server.client.exists(keys.rows(batch, 1, 0), keys.marks(batch, 1, 0), keys.calls(batch, 1, 0))
 
@@ -210,7 +213,7 @@ def test_begin_and_record_on_a_closed_run_are_done_and_write_nothing(
     restored(ledger, batch)
     ledger.close(batch, 1, "completed")
 
-    assert ledger.begin([(at(batch), "w/a")]) == [Begun(Verdict.DONE)]
+    assert ledger.begin([Claim(at(batch), "w/a")]) == [Begun(Verdict.DONE)]
     assert ledger.record([row(at(batch))]) == [Recorded(Verdict.DONE)]
     assert not broker_server.client.exists(keys.rows(batch, 1, 0), keys.marks(batch, 1, 0), keys.calls(batch, 1, 0))
 
@@ -218,7 +221,7 @@ def test_begin_and_record_on_a_closed_run_are_done_and_write_nothing(
 def test_nothing_is_written_for_a_run_that_redis_does_not_know(
     ledger: Ledger, batch: str, broker_server: BrokerServer
 ) -> None:
-    assert ledger.begin([(at(batch), "w/a")]) == [Begun(Verdict.UNKNOWN)]
+    assert ledger.begin([Claim(at(batch), "w/a")]) == [Begun(Verdict.UNKNOWN)]
     assert ledger.record([row(at(batch))]) == [Recorded(Verdict.UNKNOWN)]
     assert ledger.claim_shard(batch, 1, 0) is False
     ledger.mark_sealed(batch, 1, 0)
@@ -306,7 +309,7 @@ def test_rows_of_a_shard_that_was_never_sealed_get_a_ttl_when_the_run_closes(
 ) -> None:
     """A run that is cancelled, or restored after its end, closes with rows in Redis: no key of it may stay for ever."""
     restored(ledger, batch)
-    ledger.begin([(at(batch, 1), "w/a")])
+    ledger.begin([Claim(at(batch, 1), "w/a")])
     ledger.record([row(at(batch))])
 
     ledger.close(batch, 1, "cancelled")
@@ -318,12 +321,12 @@ def test_rows_of_a_shard_that_was_never_sealed_get_a_ttl_when_the_run_closes(
 def test_scripts_survive_a_server_that_forgot_them(ledger: Ledger, batch: str, broker_server: BrokerServer) -> None:
     restored(ledger, batch)
     ledger.record([row(at(batch))])
-    ledger.begin([(at(batch, 1), "w/a")])
+    ledger.begin([Claim(at(batch, 1), "w/a")])
 
     broker_server.client.script_flush()
 
     assert ledger.record([row(at(batch, 1))])[0].verdict is Verdict.OURS
-    assert ledger.begin([(at(batch, 2), "w/a")])[0].verdict is Verdict.OURS
+    assert ledger.begin([Claim(at(batch, 2), "w/a")])[0].verdict is Verdict.OURS
     assert ledger.claim_shard(batch, 1, 0)
     ledger.close(batch, 1, "completed")
     assert ledger.restore(batch, 2, total=1, shards=1, step=1)
@@ -344,3 +347,112 @@ def test_a_worker_lives_as_long_as_its_heartbeat(ledger: Ledger, broker_server: 
     assert broker_server.client.ttl(keys.WORKERS) > 0
     ledger.forget_worker("alive")
     assert ledger.workers() == []
+
+
+# -- deaths and early ends ---------------------------------------------------------------------------------------------
+
+
+def alive(ledger: Ledger, worker: str, ttl_s: float = 60.0) -> None:
+    ledger.beat(WorkerBeat(worker, "ready", "echo", ("m",), "gpu", 1), ttl_s)
+
+
+def test_a_request_that_a_live_worker_runs_is_parked(ledger: Ledger, batch: str) -> None:
+    """Also another delivery of it to the same worker; its own delivery may begin again."""
+    restored(ledger, batch)
+    alive(ledger, "w1")
+    ledger.begin([Claim(at(batch), "w1/a")])
+
+    answers = ledger.begin([Claim(at(batch), "w2/b"), Claim(at(batch), "w1/c"), Claim(at(batch), "w1/a")])
+
+    ledger.forget_worker("w1")
+    assert [answer.verdict for answer in answers] == [Verdict.PARKED, Verdict.PARKED, Verdict.OURS]
+    assert answers[2].strikes == 0
+
+
+def test_each_death_is_a_strike_until_the_request_is_poison(broker_server: BrokerServer, batch: str) -> None:
+    """With three deliveries allowed the fourth death fails it: poison is not begun, and marks nobody."""
+    ledger = Ledger(broker_server.client, max_deliveries=3)
+    restored(ledger, batch)
+
+    found = [ledger.begin([Claim(at(batch), f"dead{number}/x", number)])[0] for number in range(5)]
+
+    assert [(answer.verdict, answer.strikes) for answer in found] == [
+        (Verdict.OURS, 0),
+        (Verdict.OURS, 1),
+        (Verdict.OURS, 2),
+        (Verdict.OURS, 3),
+        (Verdict.POISON, 4),
+    ]
+    assert broker_server.client.hlen(keys.marks(batch, 1, 0)) == 0
+
+
+def test_a_suspect_that_nobody_admitted_is_not_marked(ledger: Ledger, batch: str, broker_server: BrokerServer) -> None:
+    """A worker that dies while it waits for its turn must not strike it."""
+    restored(ledger, batch)
+    for number in range(2):
+        ledger.begin([Claim(at(batch), f"dead{number}/x", number)])
+
+    (waiting,) = ledger.begin([Claim(at(batch), "dead2/x")])
+
+    assert (waiting.verdict, waiting.strikes) == (Verdict.SUSPECT, 2)
+    assert broker_server.client.hlen(keys.marks(batch, 1, 0)) == 0
+
+
+def test_a_delivery_that_was_handed_back_is_no_strike(ledger: Ledger, batch: str) -> None:
+    restored(ledger, batch)
+    ledger.begin([Claim(at(batch), "gone1/a")])
+
+    ledger.release(at(batch), "gone2/other")
+    (struck,) = ledger.begin([Claim(at(batch), "gone3/b")])
+    ledger.release(at(batch), "gone3/b")
+    (after,) = ledger.begin([Claim(at(batch), "gone4/c")])
+
+    assert struck.strikes == 1, "somebody else's release does not take the mark away"
+    assert after.strikes == 1, "our own does"
+
+
+def test_nothing_is_begun_of_a_run_that_ends_early_and_rows_still_count(ledger: Ledger, batch: str) -> None:
+    """What was running when the cancel came may still be recorded, until its shard is sealed."""
+    restored(ledger, batch)
+    ledger.set_ending(batch, 1, "cancelled")
+    ledger.set_ending(batch, 1, "expired")
+
+    (begun,) = ledger.begin([Claim(at(batch), "w/a")])
+    (recorded,) = ledger.record([row(at(batch))])
+
+    assert begun.verdict is Verdict.DONE
+    assert recorded.verdict is Verdict.OURS
+    assert ledger.endings([(batch, 1), (layout.new_batch_id(), 1)]) == ["cancelled", ""]
+
+
+def test_only_marks_of_live_workers_count_as_running(ledger: Ledger, batch: str) -> None:
+    restored(ledger, batch)
+    alive(ledger, "w1")
+    ledger.begin([Claim(at(batch, 0), "w1/a"), Claim(at(batch, 1), "gone/b")])
+
+    running = ledger.running(batch, 1, 0)
+    ledger.forget_worker("w1")
+
+    assert running == {0}
+
+
+def test_one_watchdog_at_a_time_and_the_next_one_when_it_is_silent(ledger: Ledger, broker_server: BrokerServer) -> None:
+    broker_server.client.delete(keys.WATCHDOG)
+
+    assert ledger.be_watchdog("a", 60)
+    assert ledger.be_watchdog("a", 0.2)
+    assert not ledger.be_watchdog("b", 60)
+    wait_until(lambda: ledger.be_watchdog("b", 60), 10, "the lock runs out")
+
+
+def test_keys_of_an_open_run_lose_a_ttl_that_somebody_gave_them(
+    ledger: Ledger, batch: str, broker_server: BrokerServer
+) -> None:
+    restored(ledger, batch)
+    ledger.record([row(at(batch))])
+    for key in all_keys(broker_server, batch):
+        broker_server.client.expire(key, 1000)
+
+    ledger.keep_open(batch, 1, [0])
+
+    assert {broker_server.client.ttl(key) for key in all_keys(broker_server, batch)} == {-1}

@@ -58,7 +58,7 @@ def local_broker(workplace: Workplace) -> redis.Redis:
 def worker_pids(workplace: Workplace) -> list[int]:
     """Process ids of the local workers, from their heartbeats."""
     with local_broker(workplace) as client:
-        return [int(beat.worker_id.rsplit("-", 2)[1]) for beat in Ledger(client).workers()]
+        return [int(beat.worker_id.rsplit("-", 2)[1]) for beat in Ledger(client).workers() if beat.engine]
 
 
 def test_a_plain_file_comes_back_whole_and_in_order_and_nothing_stays_behind(workplace: Workplace) -> None:
@@ -153,20 +153,40 @@ def test_an_engine_that_cannot_start_is_one_sentence_and_touches_nothing(workpla
     workplace.assert_nothing_left()
 
 
-def test_a_worker_that_is_killed_ends_the_command_and_the_same_command_completes(workplace: Workplace) -> None:
+def test_a_worker_that_is_killed_is_replaced_and_the_batch_completes(workplace: Workplace) -> None:
+    """What it ran is run again once its lease has run out."""
     lines = half_slow(4.0)
     path, output = workplace.write("in.jsonl", lines), workplace.folder / "out.jsonl"
-    process = workplace.start_producer("submit", str(path), *ECHO, "-o", str(output))
+    process = workplace.start_producer(
+        "submit", str(path), *ECHO, "-o", str(output), FLEET_LEASE_S="3", FLEET_TEST_SHORT_LEASES="1"
+    )
     wait_until(lambda: rows_in(output) >= 16 or not process.running, 60, "the first shard is in the output")
 
     (pid,) = worker_pids(workplace)
     assert len(workplace.alive()) == 4, "the producer, its broker, aggregator and worker"
     os.kill(pid, signal.SIGKILL)
-    first = process.wait(30)
+    result = process.wait(60)
+
+    assert result.code == 0, result.stderr
+    assert "worker-1 died and was started again" in result.stderr
+    assert_complete(lines, output.read_bytes())
+    workplace.assert_nothing_left()
+
+
+def test_a_broker_that_is_killed_ends_the_command_and_the_same_command_completes(workplace: Workplace) -> None:
+    lines = half_slow(4.0)
+    path, output = workplace.write("in.jsonl", lines), workplace.folder / "out.jsonl"
+    process = workplace.start_producer("submit", str(path), *ECHO, "-o", str(output))
+    wait_until(lambda: rows_in(output) >= 16 or not process.running, 60, "the first shard is in the output")
+
+    with local_broker(workplace) as client:
+        pid = int(client.info("server")["process_id"])
+    os.kill(pid, signal.SIGKILL)
+    first = process.wait(60)
 
     assert first.code == 1, first.stderr
-    assert "worker-1" in assert_one_sentence(first)
-    workplace.assert_nothing_left()
+    assert "broker" in assert_one_sentence(first)
+    assert not workplace.alive()
     assert_prefix(lines, output.read_bytes())
 
     second = workplace.producer("submit", str(path), *ECHO, "-o", str(output))

@@ -68,8 +68,8 @@ class Engine(Protocol):
         """Answer one request. Many run at once.
 
         Raises `EngineDeadError` when the engine is dead, `EngineAbortedError` when a living engine cut the answer
-        short; the request was not answered then and must not get a row. Any other exception is a fault of the
-        engine's code that the caller records as `internal_error`.
+        short; the request was not answered then, and what the engine said of it must not become its row. Any other
+        exception is a fault of the engine's code that the caller records as `internal_error`.
         """
 
     async def check_health(self) -> None:

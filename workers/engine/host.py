@@ -7,7 +7,10 @@ every delivery is then held, unacknowledged, until the pool stops and the broker
 
 One delivery on the host:
 
-    begin ──DONE──▶ receipt                                (recorded, sealed or closed: no engine call)
+    begin ──DONE──▶ receipt                                (recorded, sealed, closed or ending: no engine call)
+      │ PARKED (a live worker runs it): raised; the pool lets go of it, and its lease brings it back
+      │ POISON (it killed too often): a `workers_lost` row
+      │ a suspect: waits, unmarked, for its turn in the quarantine
       │ UNKNOWN: ask for a restore, try again; Redis away: try again
       ▼ OURS
     engine.run ──the engine is dead, or dies within 2 s of an abort──▶ held (never a row)
@@ -24,9 +27,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import redis
@@ -34,9 +39,10 @@ import redis
 from common.batch import custom_id_of, failed_row
 from common.errors import EngineAbortedError, EngineDeadError, EngineStartError
 from common.failures import Failure, FailureKind
-from common.ledger import Address, Begun, Recorded, Row, Verdict, WorkerBeat
+from common.ledger import Address, Begun, Claim, Recorded, Row, Verdict, WorkerBeat
 from workers.engine import Reply, Request
 from workers.engine.coalesce import Coalescer
+from workers.engine.suspects import Quarantine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -47,11 +53,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fleet.host")
 
-#: Seconds between two looks at the engine's health. A dead engine may be idle, so nobody else would notice.
-HEALTH_INTERVAL_S = 1.0
-#: Seconds between heartbeats, and for how long one counts.
-BEAT_INTERVAL_S = 5.0
-BEAT_TTL_S = 20.0
+#: Seconds between two looks at the engine's health (a dead engine may be idle, so nobody else would notice), at runs
+#: that end, and between two ticks of the loop.
+WATCH_INTERVAL_S = 1.0
+#: Seconds after which a loop that does not turn counts as hung. A long prompt may hold it for a second or two.
+STALE_S = 15.0
 #: Engine calls of one delivery while its failure is retryable, and the wait before the second one (then doubled).
 MAX_TRIES = 3
 RETRY_WAIT_S = 0.5
@@ -61,6 +67,10 @@ ABORT_WAIT_S = 2.0
 MAX_REDIS_WAIT_S = 5.0
 
 
+class Parked(Exception):  # noqa: N818 - a state, not an error
+    """A live worker runs this request already: free the slot, let the lease bring the delivery back."""
+
+
 @dataclass(frozen=True, slots=True)
 class Delivery:
     """One hand-over of a request's message to this worker. `chorded`: its chord announces the shard's end."""
@@ -68,6 +78,19 @@ class Delivery:
     host: EngineHost
     delivery_id: str
     chorded: bool
+
+
+@dataclass(slots=True)
+class _InHand:
+    """A delivery that is being run. `ending`: it was cancelled because its run ends."""
+
+    at: Address
+    task: asyncio.Task[Any]
+    ending: bool = False
+
+
+def _poison_message(strikes: int) -> str:
+    return f"given up: {strikes} workers or engines died while they ran this request"
 
 
 #: The delivery that the current coroutine runs; set by the pool.
@@ -89,6 +112,8 @@ class EngineHost:
         worker_id: str,
         queue: str,
         max_inflight: int,
+        request_timeout_s: float | None = None,
+        lease_s: float = 30.0,
         on_death: Callable[[], None],
         notify: Callable[[str, Address], None],
     ) -> None:
@@ -98,11 +123,17 @@ class EngineHost:
         #: For blocking work of the loop's coroutines. Two threads: the work is short and mostly waits for Redis.
         self.executor = ThreadPoolExecutor(2, thread_name_prefix="fleet-host")
         self._ledger = ledger
-        self._begin: Coalescer[tuple[Address, str], Begun] = Coalescer(ledger.begin, self.executor)
+        self._begin: Coalescer[Claim, Begun] = Coalescer(ledger.begin, self.executor)
         self._record: Coalescer[Row, Recorded] = Coalescer(ledger.record, self.executor)
         self._worker_id = worker_id
         self._queue = queue
         self._max_inflight = max_inflight
+        self._request_timeout_s = request_timeout_s
+        #: Two thirds of a lease: when a dead worker's request comes back, its heartbeat is gone.
+        self._beat_ttl_s = lease_s * 2 / 3
+        self._quarantine = Quarantine()
+        self._in_hand: dict[str, _InHand] = {}
+        self._ticked = time.monotonic()
         self._on_death = on_death
         self._notify = notify
         self._state = "loading"
@@ -110,7 +141,7 @@ class EngineHost:
         self._started = False
         self._thread = threading.Thread(target=self._run_loop, name="fleet-loop", daemon=True)
         self._beater = threading.Thread(target=self._beat, name="fleet-beat", daemon=True)
-        self._watch: asyncio.Task[None] | None = None
+        self._watcher: asyncio.Task[None] | None = None
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -161,7 +192,8 @@ class EngineHost:
             raise EngineStartError(f"the engine could not be started: {type(exc).__name__}: {exc}") from exc
         self._state = "ready"
         self._started = True
-        self._watch = self.loop.create_task(self._watch_health())
+        self._ticked = time.monotonic()
+        self._watcher = self.loop.create_task(self._watch())
         logger.info(
             "engine %s ready, serves %s, %d in flight",
             self.engine.name,
@@ -170,17 +202,42 @@ class EngineHost:
         )
 
     async def _stop_engine(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
+        if self._watcher is not None:
+            self._watcher.cancel()
         await self.engine.stop()
 
-    async def _watch_health(self) -> None:
+    async def _watch(self) -> None:
+        """Once a second: show that the loop turns, look whether the engine lives and whether runs in hand end."""
         while not self.dead:
+            self._ticked = time.monotonic()
             try:
                 await self.engine.check_health()
             except EngineDeadError:
                 self._die()
-            await asyncio.sleep(HEALTH_INTERVAL_S)
+            await self._stop_ending_runs()
+            await asyncio.sleep(WATCH_INTERVAL_S)
+
+    async def _stop_ending_runs(self) -> None:
+        runs = list({(each.at.batch_id, each.at.run) for each in self._in_hand.values()})
+        if not runs:
+            return
+        try:
+            endings = await self.loop.run_in_executor(self.executor, self._ledger.endings, runs)
+        except redis.RedisError:
+            return  # asked again in a second
+        ending = {run for run, how in zip(runs, endings, strict=True) if how}
+        for each in self._in_hand.values():
+            if (each.at.batch_id, each.at.run) in ending and not each.ending:
+                each.ending = True
+                each.task.cancel()
+
+    @property
+    def alive(self) -> bool:
+        """False when the loop stands still: then the heartbeat and the leases lapse, and others take the requests.
+
+        While the engine loads the loop may stand still for minutes, and nothing is in hand.
+        """
+        return not self._started or time.monotonic() - self._ticked < STALE_S
 
     def _die(self) -> None:
         if self.dead:
@@ -201,7 +258,8 @@ class EngineHost:
                 inflight=self.inflight if self._started else self._max_inflight,
             )
             try:
-                self._ledger.beat(beat, BEAT_TTL_S)
+                if self.alive:
+                    self._ledger.beat(beat, self._beat_ttl_s)
             except redis.RedisError as exc:
                 logger.warning("heartbeat not written: %s", type(exc).__name__)
             if self._wait_for_beat(beat.state):
@@ -214,7 +272,7 @@ class EngineHost:
     def _wait_for_beat(self, state: str) -> bool:
         """Wait one interval, less when the state is no longer the one that was written; True when stopping."""
         waited_s = 0.0
-        while waited_s < BEAT_INTERVAL_S and self._state == state:
+        while waited_s < self._beat_ttl_s / 4 and self._state == state:
             if self._stopping.wait(0.25):
                 return True
             waited_s += 0.25
@@ -226,9 +284,27 @@ class EngineHost:
         """Run one delivery to its receipt. Returns when the row is recorded, whoever recorded it.
 
         `count` is the number of requests of the shard. Never raises for the request's own faults; is held until it is
-        cancelled when the engine is dead or cut the answer short.
+        cancelled when the engine is dead.
         """
         mark = f"{self._worker_id}/{delivery.delivery_id}"
+        task = asyncio.current_task()
+        assert task is not None
+        self._in_hand[delivery.delivery_id] = _InHand(at, task)
+        try:
+            await self._run_request(at, mark, count, line, delivery)
+        except asyncio.CancelledError:
+            if self._in_hand[delivery.delivery_id].ending:
+                # The run is being cancelled or has expired: its receipt goes out, the aggregator writes the row.
+                task.uncancel()
+            else:
+                if not self.dead:
+                    # Handed back, which is no strike. A dead engine's marks stay: what it ran may have killed it.
+                    await self._in_thread(self._ledger.release, at, mark)
+                raise
+        finally:
+            del self._in_hand[delivery.delivery_id]
+
+    async def _run_request(self, at: Address, mark: str, count: int, line: str, delivery: Delivery) -> None:
         reply = await self._answer(at, mark, line)
         if reply is None:
             if not delivery.chorded:
@@ -251,13 +327,24 @@ class EngineHost:
 
     async def _answer(self, at: Address, mark: str, line: str) -> Reply | None:
         """The engine's reply, after a few tries where trying again may help; None when the row is there already."""
-        wait_s = RETRY_WAIT_S
+        wait_s, strikes = RETRY_WAIT_S, 0
         for tries_left in reversed(range(MAX_TRIES)):
             # Each try begins anew: it counts the engine calls across the fleet, and sees a row that somebody recorded.
-            begun = await self._until_known(at, lambda: self._begin((at, mark)))
-            if begun.verdict is Verdict.DONE:
-                return None
-            reply = await self._call_engine(Request(line, begun.calls))
+            while True:
+                async with self._quarantine.admit(strikes):
+                    claim = Claim(at, mark, strikes)
+                    begun = await self._until_known(at, partial(self._begin, claim))
+                    if begun.verdict is Verdict.OURS:
+                        reply = await self._call_engine(Request(line, begun.calls))
+                        break
+                if begun.verdict is Verdict.DONE:
+                    return None
+                if begun.verdict is Verdict.POISON:
+                    return self._failed(line, FailureKind.WORKERS_LOST, _poison_message(begun.strikes))
+                if begun.verdict is Verdict.SUSPECT:
+                    strikes = begun.strikes  # it waits for its turn, without a mark: it must not be struck meanwhile
+                else:
+                    raise Parked
             if reply.failure is None or not reply.failure.retryable or not tries_left:
                 break
             await asyncio.sleep(wait_s)
@@ -267,7 +354,8 @@ class EngineHost:
     async def _call_engine(self, request: Request) -> Reply:
         try:
             if not self.dead and not self.engine.errored:
-                return await self.engine.run(request)
+                async with asyncio.timeout(self._request_timeout_s) as limit:
+                    return await self.engine.run(request)
         except asyncio.CancelledError:
             raise
         except EngineDeadError:
@@ -277,19 +365,28 @@ class EngineHost:
             # is held below. An engine that lives on has aborted this one request, which may be tried again.
             await asyncio.sleep(ABORT_WAIT_S)
             if not self.dead and not self.engine.errored:
-                return self._failed(request, FailureKind.ENGINE_ABORTED, "the engine cut the answer short")
+                return self._failed(request.line, FailureKind.ENGINE_ABORTED, "the engine cut the answer short")
         except BaseException as exc:  # noqa: BLE001 - a request must not take the loop, and its neighbours, along
-            if not self.engine.errored:
+            if not self.dead and not self.engine.errored:
+                if isinstance(exc, TimeoutError) and limit.expired():
+                    reason = f"not answered within {self._request_timeout_s:g} s (FLEET_REQUEST_TIMEOUT_S)"
+                    return self._failed(request.line, FailureKind.TIMEOUT, reason)
                 logger.error("the engine raised %s on a request", type(exc).__name__)
                 # Only the type: an engine's message may quote the prompt.
                 reason = f"the engine raised {type(exc).__name__} on this request"
-                return self._failed(request, FailureKind.INTERNAL_ERROR, reason)
+                return self._failed(request.line, FailureKind.INTERNAL_ERROR, reason)
         self._die()
         return await self._hold()
 
-    def _failed(self, request: Request, kind: FailureKind, reason: str) -> Reply:
-        row = failed_row(custom_id_of(request.line), Failure(kind, reason), prefix=self.engine.name)
-        return Reply(row, kind)
+    def _failed(self, line: str, kind: FailureKind, reason: str) -> Reply:
+        return Reply(failed_row(custom_id_of(line), Failure(kind, reason), prefix=self.engine.name), kind)
+
+    async def _in_thread(self, call: Callable[..., Any], *arguments: Any) -> None:
+        """Run a blocking call that may fail: a mark that stays is a strike at most, and that harms nobody."""
+        try:
+            await self.loop.run_in_executor(self.executor, call, *arguments)
+        except redis.RedisError as exc:
+            logger.warning("the ledger does not answer (%s)", type(exc).__name__)
 
     async def _until_known(self, at: Address, ask: Callable[[], Coroutine[Any, Any, Begun | Recorded]]) -> Any:
         """Ask the ledger until it answers and knows the run. Ends by cancellation only: nothing is lost meanwhile."""

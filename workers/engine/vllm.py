@@ -188,16 +188,17 @@ async def open_engine(vllm: Vllm, model: str, engine_args: Sequence[str]) -> Asy
         scratch = stack.enter_context(scratch_folder())
         reason_file = scratch / "reason"
         # Engine processes inherit these when they are started, and no later.
-        stack.enter_context(_variable(tie.REASON_ENV, str(reason_file)))
-        if "VLLM_RPC_BASE_PATH" not in os.environ:
-            # vLLM leaves its sockets where they were when it ends (vLLM 0.32, utils/network_utils.py).
-            stack.enter_context(_variable("VLLM_RPC_BASE_PATH", str(scratch)))
-        try:
-            serving = await _start_serving(vllm, model, engine_args, stack)
-        except EngineStartError:
-            raise
-        except Exception as exc:
-            raise EngineStartError(start_sentence(exc, reason_file)) from exc
+        with contextlib.ExitStack() as starting:
+            starting.enter_context(_variable(tie.REASON_ENV, str(reason_file)))
+            if "VLLM_RPC_BASE_PATH" not in os.environ:
+                # vLLM leaves its sockets where they were when it ends (vLLM 0.32, utils/network_utils.py).
+                starting.enter_context(_variable("VLLM_RPC_BASE_PATH", str(scratch)))
+            try:
+                serving = await _start_serving(vllm, model, engine_args, stack)
+            except EngineStartError:
+                raise
+            except Exception as exc:
+                raise EngineStartError(start_sentence(exc, reason_file)) from exc
         yield serving
 
 

@@ -1,0 +1,221 @@
+"""The watchdog: looks after open batches, for a lost message means silence in Celery.
+
+Owns: `Watchdog`, which finds open batches in the store and heals what stands still. One is at work at a time, by a
+lock with a time limit; everything that it does is harmless when done twice.
+Must not know: how a shard is sealed or a batch assembled (`workers.aggregate`), engines.
+On failure: an outage ends one look; the next one comes. It holds no state that matters: a new watchdog starts afresh.
+
+What a look does for each open batch, found from the store, so that a Redis that came back empty is noticed too:
+
+    it is to end early, or has expired             end it
+    Redis does not know it                         restore it
+    a part exists that Redis does not know sealed   note it
+    all shards sealed, no end                      assemble it
+    the window is not full                         feed it
+    a shard is full and not sealed, twice seen     seal it (its chord did not fire)
+    an index is neither recorded nor running, its queue has passed its message, and two leases have gone by
+                                                   send it again, as a plain task; then wait twice as long
+
+A queue has passed a message when it is empty, or when a marker that was sent to it later has been consumed. With no
+worker on the queue nothing is sent: a fleet at zero is no loss, and a long queue is only long.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import redis
+from kombu.exceptions import OperationalError
+
+from common import broker, layout
+from common.batch import BatchStatus
+from common.dispatch import republish, send
+from common.errors import FleetError, NoSuchBatchError, ObjectMissingError
+from common.ledger import WorkerBeat
+from common.runs import FIRST_RUN, now, read_end, read_ending, read_manifest, reconcile, sealed_shards, write_ending
+from common.settings import AGGREGATE_QUEUE
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from common.batch import Manifest, Shard
+    from common.ledger import Ledger
+    from common.store import ObjectStore
+    from workers.aggregate import Aggregator
+
+logger = logging.getLogger("fleet.watchdog")
+
+#: Seconds between two looks, and for how long a watchdog that says nothing stays the one.
+INTERVAL_S = 5.0
+LOCK_S = 20.0
+#: Seconds for which a heartbeat counts.
+BEAT_TTL_S = 20.0
+
+
+@dataclass
+class _Gap:
+    """A shard with requests that are neither recorded nor running."""
+
+    since: float
+    wait_s: float
+    marker: str = ""
+
+
+@dataclass
+class _Watched:
+    """What the last looks saw of one batch."""
+
+    gaps: dict[int, _Gap] = field(default_factory=dict)
+    full: set[int] = field(default_factory=set)
+
+
+class Watchdog:
+    """Looks after the open batches of one store. `start` and `stop` may be called in any order, also twice."""
+
+    def __init__(
+        self, app: Celery, store: ObjectStore, ledger: Ledger, aggregator: Aggregator, *, lease_s: float, queue: str
+    ) -> None:
+        self._app = app
+        self._store = store
+        self._ledger = ledger
+        self._aggregator = aggregator
+        self._lease_s = lease_s
+        self._queue = queue
+        self._who = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        #: An aggregator has a heartbeat too, so that a waiting producer can say when there is none.
+        self._beat = WorkerBeat(self._who, "ready", "", (), AGGREGATE_QUEUE, 0)
+        self._closed: set[str] = set()
+        self._watched: dict[str, _Watched] = {}
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Look every few seconds, in a thread."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="fleet-watchdog", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Stop looking; a look that is under way is waited for."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join(5.0)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._ledger.beat(self._beat, BEAT_TTL_S)
+                self.look()
+            except (FleetError, redis.RedisError, OperationalError) as exc:
+                logger.warning("this look failed: %s: %s", type(exc).__name__, exc)
+            if self._stopping.wait(min(INTERVAL_S, self._lease_s)):
+                break
+        try:
+            self._ledger.forget_worker(self._who)
+        except redis.RedisError as exc:
+            logger.warning("heartbeat not removed: %s", type(exc).__name__)
+
+    def look(self) -> None:
+        """Look after every open batch once. Raises what the store, Redis and the broker raise."""
+        if not self._ledger.be_watchdog(self._who, LOCK_S):
+            self._watched.clear()  # somebody else's eyes; ours would be out of date
+            return
+        for batch_id in self._store.names(layout.BATCHES):
+            if batch_id in self._closed or self._stopping.is_set():
+                continue
+            try:
+                self._look_at(batch_id)
+            except NoSuchBatchError:
+                continue  # it is being submitted
+            except (ValueError, ObjectMissingError) as exc:
+                # One batch that cannot be read must not blind us to the others.
+                logger.error("%s cannot be looked after: %s", batch_id, type(exc).__name__)
+
+    def _look_at(self, batch_id: str) -> None:
+        manifest = read_manifest(self._store, batch_id)
+        if read_end(self._store, batch_id, FIRST_RUN) is None:
+            self._look_after(manifest)
+        else:
+            self._closed.add(batch_id)
+            self._watched.pop(batch_id, None)
+
+    def _look_after(self, manifest: Manifest) -> None:
+        batch_id = manifest.batch_id
+        wish = read_ending(self._store, batch_id, FIRST_RUN)
+        if wish is None and manifest.expires_at is not None and now() >= manifest.expires_at:
+            wish = write_ending(self._store, batch_id, BatchStatus.EXPIRED)
+        if wish is not None:
+            self._aggregator.end_early(batch_id, FIRST_RUN)
+            return
+        reconcile(self._store, self._ledger, manifest, FIRST_RUN)
+        self._aggregator.feed(batch_id, FIRST_RUN)
+        progress = self._ledger.progress(batch_id, FIRST_RUN)
+        if progress is None or progress.closed:
+            return
+        sealed = sealed_shards(self._store, batch_id, FIRST_RUN)
+        published = [shard for shard in manifest.shards()[: progress.frontier] if shard.number not in sealed]
+        self._ledger.keep_open(batch_id, FIRST_RUN, (shard.number for shard in published))
+        watched = self._watched.setdefault(batch_id, _Watched())
+        self._seal_full(manifest, published, watched)
+        self._fill_gaps(manifest, published, watched)
+
+    def _seal_full(self, manifest: Manifest, published: list[Shard], watched: _Watched) -> None:
+        batch_id = manifest.batch_id
+        full = {
+            shard.number
+            for shard in published
+            if self._ledger.recorded(batch_id, FIRST_RUN, shard.number) == shard.count
+        }
+        for number in full & watched.full:
+            logger.warning("shard %d of %s is full and not sealed: sealing it", number, batch_id)
+            send(self._app, broker.SEAL_SHARD, batch_id=batch_id, run=FIRST_RUN, shard=number)
+        watched.full = full
+
+    def _fill_gaps(self, manifest: Manifest, published: list[Shard], watched: _Watched) -> None:
+        gaps = {}
+        for shard in published:
+            if shard.number in watched.full:
+                continue
+            missing = self._missing(manifest, shard)
+            if not missing:
+                continue
+            gap = watched.gaps.get(shard.number) or _Gap(time.monotonic(), 2 * self._lease_s)
+            gaps[shard.number] = gap
+            if not self._workers_wait() or not self._queue_passed(gap):
+                gap.since = time.monotonic()
+            elif time.monotonic() - gap.since >= gap.wait_s:
+                logger.warning(
+                    "%d requests of shard %d of %s got lost: sending them again",
+                    len(missing), shard.number, manifest.batch_id,
+                )  # fmt: skip
+                republish(self._app, self._store, manifest, shard, missing, run=FIRST_RUN, queue=self._queue)
+                gaps[shard.number] = _Gap(time.monotonic(), 2 * gap.wait_s)
+        watched.gaps = gaps
+
+    def _missing(self, manifest: Manifest, shard: Shard) -> set[int]:
+        rows = self._ledger.rows(manifest.batch_id, FIRST_RUN, shard.number, shard.indexes)
+        missing = {index for index, row in zip(shard.indexes, rows, strict=True) if row is None}
+        return missing - self._ledger.running(manifest.batch_id, FIRST_RUN, shard.number) if missing else missing
+
+    def _workers_wait(self) -> bool:
+        return any(worker.queue == self._queue and worker.state == "ready" for worker in self._ledger.workers())
+
+    def _queue_passed(self, gap: _Gap) -> bool:
+        """Whether the queue has passed what was sent to it before the gap was seen."""
+        if gap.marker and self._ledger.marker_passed(gap.marker):
+            return True
+        if self._ledger.queue_length(self._queue) == 0:
+            return True
+        if not gap.marker:
+            gap.marker = uuid.uuid4().hex
+            self._app.send_task(
+                broker.MARKER, kwargs={"marker": gap.marker}, queue=self._queue, ignore_result=True, kwargsrepr="-"
+            )
+        return False
