@@ -13,7 +13,7 @@ What a look does for each open batch, found from the store, so that a Redis that
     all shards sealed, no end                      assemble it
     the window is not full                         feed it
     a shard is full and not sealed, twice seen     seal it (its chord did not fire)
-    an index is neither recorded nor running, its queue has passed its message, and two leases have gone by
+    an index is neither recorded nor running, its queue has passed its message, and two leases and a sweep have gone by
                                                    send it again, as a plain task; then wait twice as long
 
 A queue has passed a message when it is empty, or when a marker that was sent to it later has been consumed. With no
@@ -55,6 +55,10 @@ logger = logging.getLogger("fleet.watchdog")
 #: Seconds between two looks, and for how long a watchdog that says nothing stays the one.
 INTERVAL_S = 5.0
 LOCK_S = 20.0
+#: Seconds after a lease's end by which a sweep has put the delivery back (the transport sweeps every 5 s).
+SWEEP_S = 8.0
+#: Leases after which a marker that was not consumed counts as lost.
+MARKER_LEASES = 20
 #: Seconds for which a heartbeat counts.
 BEAT_TTL_S = 20.0
 
@@ -66,6 +70,7 @@ class _Gap:
     since: float
     wait_s: float
     marker: str = ""
+    marked_at: float = 0.0
 
 
 @dataclass
@@ -115,6 +120,8 @@ class Watchdog:
                 self.look()
             except (FleetError, redis.RedisError, OperationalError) as exc:
                 logger.warning("this look failed: %s: %s", type(exc).__name__, exc)
+            except Exception:  # the outermost loop of the thread: without it nothing would be healed any more
+                logger.exception("this look failed by a fault of the fleet")
             if self._stopping.wait(min(INTERVAL_S, self._lease_s)):
                 break
         try:
@@ -186,7 +193,7 @@ class Watchdog:
             missing = self._missing(manifest, shard)
             if not missing:
                 continue
-            gap = watched.gaps.get(shard.number) or _Gap(time.monotonic(), 2 * self._lease_s)
+            gap = watched.gaps.get(shard.number) or _Gap(time.monotonic(), 2 * self._lease_s + SWEEP_S)
             gaps[shard.number] = gap
             if not self._workers_wait() or not self._queue_passed(gap):
                 gap.since = time.monotonic()
@@ -213,8 +220,9 @@ class Watchdog:
             return True
         if self._ledger.queue_length(self._queue) == 0:
             return True
-        if not gap.marker:
-            gap.marker = uuid.uuid4().hex
+        # A marker can get lost too, in a queue that is never seen empty: after a while another one is sent.
+        if not gap.marker or time.monotonic() - gap.marked_at > MARKER_LEASES * self._lease_s:
+            gap.marker, gap.marked_at = uuid.uuid4().hex, time.monotonic()
             self._app.send_task(
                 broker.MARKER, kwargs={"marker": gap.marker}, queue=self._queue, ignore_result=True, kwargsrepr="-"
             )
