@@ -169,3 +169,17 @@ def reachable(client: redis.Redis, broker_url: str) -> None:
             f"no broker at {without_password(broker_url)} (FLEET_BROKER_URL): "
             "start one there, for example with `redis-server`, or run everything on this machine with --local"
         ) from exc
+
+
+def set_up_warnings(client: redis.Redis) -> list[str]:
+    """What is wrong with the broker's set-up, a sentence each; a server that does not tell is not complained about."""
+    info: Any = client.info()
+    found = []
+    policy = info.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
+        found.append(f"Redis may evict what is in flight: set maxmemory-policy noeviction, not {policy}")
+    if info.get("aof_enabled") == 0:
+        found.append(
+            "Redis does not persist: after its restart all rows that are not sealed run again; set appendonly yes"
+        )
+    return found

@@ -7,7 +7,7 @@ batches/<batch_id>/runs/<run>/ending.json     that the run is to end early, and 
 batches/<batch_id>/runs/<run>/end.json        how the run ended; created once, the first one wins
 batches/<batch_id>/output.jsonl               all rows, in the input's order
 batches/<batch_id>/errors.jsonl               the failed ones among them
-digests/<digest>                              id of the newest batch of this digest: the same submit attaches to it
+pointers/<digest>/000001                      id of a batch of this digest; created once, the highest number is in force
 """
 
 from __future__ import annotations
@@ -79,6 +79,11 @@ def errors(batch_id: str) -> str:
     return f"{BATCHES}/{batch_id}/errors.jsonl"
 
 
-def pointer(digest: str) -> str:
-    """The pointer from a digest to its newest batch."""
-    return f"digests/{digest}"
+def pointers(digest: str) -> str:
+    """The folder of a digest's pointers."""
+    return f"pointers/{digest}"
+
+
+def pointer(digest: str, number: int) -> str:
+    """One pointer from a digest to a batch; the highest number is the one in force."""
+    return f"{pointers(digest)}/{number:06d}"

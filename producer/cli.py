@@ -442,9 +442,12 @@ class _Submission:
             digest=self._digest,
             max_shard_size=self._settings.shard_size,
             batch_id=batch_id,
+            new=self._options.new,
             expires_at=None if self._options.expires is None else now() + self._options.expires,
             on_lines=lambda lines: progress.note(f"writing the batch ({lines} lines)"),
         )
+        if batch_id is not None and manifest.batch_id != batch_id:
+            raise UsageError(f"another producer is running this file as {manifest.batch_id} on this machine")
         progress.say(f"{manifest.batch_id}: {manifest.total} requests in {len(manifest.counts)} shards")
         return manifest
 

@@ -6,7 +6,7 @@ later failure leaves it to be attached to again. While Redis or the store is awa
 
     check input, destination, broker ─▶ batch directory ─▶ manifest (durable) ─▶ pointer ─▶ restore ─▶ feed ─▶ wait
 
-A pointer object maps a digest to the open batch of that digest, so that the same submit again attaches to it.
+Pointer objects map a digest to the open batch of that digest, so that the same submit again attaches to it.
 """
 
 from __future__ import annotations
@@ -96,12 +96,33 @@ class Fleet:
 
 def find_open(store: ObjectStore, digest: str) -> Manifest | None:
     """The open batch of this digest, or None. A closed batch is never reused: sampling twice means running twice."""
+    return _pointed_at(store, digest)[1]
+
+
+def _pointed_at(store: ObjectStore, digest: str) -> tuple[int, Manifest | None]:
+    """The number of the digest's pointer that is in force (0: none), and the batch that it leads to, if it is open."""
+    number = max(map(int, store.names(layout.pointers(digest))), default=0)
     try:
-        batch_id = store.read(layout.pointer(digest)).decode()
+        batch_id = store.read(layout.pointer(digest, number)).decode()
         manifest = read_manifest(store, batch_id)
     except (ObjectMissingError, NoSuchBatchError):
-        return None
-    return manifest if read_end(store, batch_id) is None else None
+        return number, None
+    return number, manifest if read_end(store, batch_id) is None else None
+
+
+def _point(store: ObjectStore, manifest: Manifest, *, new: bool) -> Manifest:
+    """Point the digest at the batch; returns the batch that it leads to then, which another producer may have made.
+
+    A pointer is created, never replaced, so of two submits of one file at once one wins and the other attaches.
+    """
+    while True:
+        number, found = _pointed_at(store, manifest.digest)
+        if found is not None and not new:
+            return found
+        with store.writing(layout.pointer(manifest.digest, number + 1)) as out:
+            out.write(manifest.batch_id.encode())
+        if out.created:
+            return manifest
 
 
 def write_batch(
@@ -112,9 +133,13 @@ def write_batch(
     max_shard_size: int,
     batch_id: str | None = None,
     expires_at: int | None = None,
+    new: bool = False,
     on_lines: Callable[[int], None] | None = None,
 ) -> Manifest:
-    """Make the batch durable, then point the digest at it. An empty file's batch is complete at once."""
+    """Make the batch durable, then point the digest at it. An empty file's batch is complete at once.
+
+    Where another producer made an open batch of the same digest meanwhile, that one is returned, unless `new`.
+    """
     batch_id = batch_id or layout.new_batch_id()
     try:
         manifest = intake.write_batch(
@@ -141,10 +166,11 @@ def write_batch(
             manifest.batch_id,
             RunEnd(status=BatchStatus.COMPLETED, at=now(), counts=RequestCounts(), usage=Usage()),
         )
-    else:
-        with store.writing(layout.pointer(digest), replace=True) as out:
-            out.write(manifest.batch_id.encode())
-    return manifest
+        return manifest
+    held = _point(store, manifest, new=new)
+    if held.batch_id != manifest.batch_id:
+        store.remove(layout.batch(manifest.batch_id))
+    return held
 
 
 def start(fleet: Fleet, manifest: Manifest) -> None:
@@ -162,9 +188,12 @@ def start(fleet: Fleet, manifest: Manifest) -> None:
             with deferred_signals():
                 more = feeder.feed(at_most=1) > 0
     except (redis.RedisError, OperationalError) as exc:
+        # kombu raises redis-py's refusal under a name of its own; the server's words are the same.
+        full = "maxmemory" in str(exc) or "maxmemory" in str(exc.__cause__)
+        reason = "is full (maxmemory)" if full else f"failed ({type(exc).__name__})"
         raise BrokerUnavailableError(
-            f"the broker failed while {manifest.batch_id} was published ({type(exc).__name__}); "
-            "the batch is stored, the same submit attaches to it"
+            f"the broker {reason} while {manifest.batch_id} was published; "
+            "the batch is stored, goes on when the broker can take it, and the same submit attaches to it"
         ) from exc
 
 

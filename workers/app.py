@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     #: Celery has no types; the attributes below hang on its app.
     WorkerApp = Any
 
+logger = logging.getLogger("fleet.app")
+
 EX_SOFTWARE = 70
 
 _MESSAGES = {"seal": broker.SEAL_SHARD, "feed": broker.FEED}
@@ -154,6 +156,8 @@ def check_worker(sender: Any, **_: Any) -> None:
 def start_watchdog(sender: Any, **_: Any) -> None:
     """Celery's signal when a worker takes messages: an aggregator looks after open batches from now on."""
     if AGGREGATE_QUEUE in sender.app.amqp.queues.consume_from:
+        for warning in broker.set_up_warnings(broker.redis_client(sender.app.fleet.settings.broker_url)):
+            logger.warning("%s", warning)
         sender.app.fleet.watchdog.start()
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -194,3 +195,68 @@ def test_a_stdout_that_is_full_is_one_sentence(workplace: Workplace) -> None:
 
     assert done.returncode == 1
     assert b"Traceback" not in done.stderr
+
+
+def test_two_submits_of_one_file_at_once_are_one_batch_with_two_outputs(fleet: FleetServers) -> None:
+    fleet.aggregator()
+    fleet.worker()
+    source = fleet.write("in.jsonl", chat_lines(200, echo={"latency_s": 0.2}))
+    outputs = [fleet.folder / f"out{number}.jsonl" for number in range(2)]
+
+    producers = [fleet.start_producer("submit", str(source), "-o", str(output)) for output in outputs]
+
+    assert [producer.wait(90).code for producer in producers] == [0, 0]
+    assert len(fleet.batch_ids()) == 1
+    for output in outputs:
+        assert_complete(input_lines(source), output.read_bytes())
+
+
+def test_of_many_batches_of_one_digest_one_is_pointed_at(tmp_path: Path) -> None:
+    """Whoever comes second learns of the first one's batch, and leaves none of its own behind."""
+    store, source = LocalStore(tmp_path / "store"), tmp_path / "in.jsonl"
+    source.write_text("".join(line + "\n" for line in chat_lines(20)))
+
+    with ThreadPoolExecutor(8) as pool:
+        found = set(pool.map(lambda _: written(store, source), range(8)))
+
+    assert found == set(store.names(layout.BATCHES))
+    assert len(found) == 1
+    assert control.find_open(store, "d") == read_manifest(store, found.pop())
+
+
+def test_a_fresh_batch_is_pointed_at_from_then_on(tmp_path: Path) -> None:
+    """`--new` beside an open batch: the next submit attaches to the fresh one."""
+    store, source = LocalStore(tmp_path / "store"), tmp_path / "in.jsonl"
+    source.write_text("".join(line + "\n" for line in chat_lines(20)))
+    first = written(store, source)
+    checked = intake.check(str(source), str(source))
+
+    fresh = control.write_batch(store, checked, digest="d", max_shard_size=16, new=True)
+
+    assert fresh.batch_id != first
+    assert control.find_open(store, "d") == fresh
+
+
+def test_a_full_broker_stops_a_submit_with_a_clear_message_and_the_batch_goes_on(fleet: FleetServers) -> None:
+    """`noeviction` at its limit refuses writes; when there is room again the watchdog publishes by itself."""
+    fleet.client.config_set("maxmemory-policy", "noeviction")
+    fleet.client.config_set("maxmemory", "1")
+    source = fleet.write("in.jsonl", chat_lines(40))
+
+    refused = fleet.producer("submit", str(source), "-o", str(fleet.folder / "out.jsonl"))
+    (batch_id,) = fleet.batch_ids()
+    fleet.client.config_set("maxmemory", "0")
+    fleet.aggregator()
+    fleet.worker()
+
+    assert refused.code == 1
+    assert "is full (maxmemory)" in refused.stderr
+    wait_until(lambda: fleet.is_closed(batch_id), 60, "the batch is complete")
+
+
+def test_an_aggregator_warns_of_a_broker_that_forgets(fleet: FleetServers) -> None:
+    fleet.client.config_set("maxmemory-policy", "allkeys-lru")
+    aggregator = fleet.aggregator()
+
+    wait_until(lambda: "may evict" in aggregator.stderr, 20, "the policy is warned of")
+    assert "appendonly yes" in aggregator.stderr
