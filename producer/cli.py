@@ -19,47 +19,39 @@ from typing import TYPE_CHECKING, NoReturn
 import redis
 
 from common import broker, layout
-from common.batch import CLOSED, BatchStatus, batch_object, dumps
-from common.dispatch import republish
+from common.batch import CLOSED, dumps
 from common.errors import (
     BrokerUnavailableError,
     FleetError,
     InputRefusedError,
-    NoSuchBatchError,
-    OutputFailedError,
     UsageError,
 )
 from common.ledger import Ledger
-from common.runs import BatchState, now, read_end, read_manifest, state_of
-from common.settings import GPU_QUEUE, FleetSettings, WorkerSettings, load
+from common.runs import BatchState, read_end, read_manifest, state_of
+from common.settings import FleetSettings, WorkerSettings, load
 from common.store import open_store
 from producer import control, intake
-from producer.local import LocalFleet, state_folder
+from producer.local import state_folder
 from producer.output import Destination, check_destinations, default_output
-from producer.progress import Progress, duration
+from producer.progress import Progress
+from producer.submission import (
+    EXIT_ERROR,
+    EXIT_OK,
+    Interrupted,
+    Submission,
+    exit_code,
+    print_result,
+    shown_object,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Sequence
 
-    from common.batch import Manifest
     from common.store import ObjectStore
 
-EXIT_OK = 0
-EXIT_ERROR = 1
-EXIT_ROWS_FAILED = 3
-EXIT_NOT_COMPLETED = 4
-EXIT_INTERRUPTED = 130
 
 #: Options of `worker serve` that are the local fleet's business.
 _OURS = frozenset({"--engine", "--queue", "--loglevel"})
-
-
-class Interrupted(BaseException):
-    """SIGINT or SIGTERM arrived. Not an `Exception`: nothing on the way may take it for a failure of its own."""
-
-    def __init__(self, signal_number: int) -> None:
-        self.exit_code = 128 + signal_number
-        super().__init__(signal.Signals(signal_number).name)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -199,12 +191,6 @@ def _say(*lines: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def _print(text: str) -> None:
-    """Print a result on stdout: UTF-8, whatever the locale says."""
-    sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape") + b"\n")
-    sys.stdout.buffer.flush()
-
-
 def _input_name(options: argparse.Namespace) -> str:
     if (options.input is None) == (options.input_option is None):
         raise UsageError("name the input once: producer " + options.command + " INPUT")
@@ -229,7 +215,7 @@ def _submit(options: argparse.Namespace, flags: list[str]) -> int:
         store = open_store(settings.store)
         digest = intake.batch_digest(checked, _rows_depend_on(options, flags))
         attached = None if options.new else control.find_open(store, digest)
-        submission = _Submission(options, flags, settings, store, checked, digest, attached, output)
+        submission = Submission(options, flags, settings, store, checked, digest, attached, output)
         if checked.total == 0:
             return submission.empty(progress)
         return submission.local(progress) if options.local else submission.fleet(progress)
@@ -272,242 +258,6 @@ def _rows_depend_on(options: argparse.Namespace, flags: list[str]) -> list[str]:
     return [options.engine or "vllm", options.model or "", *flags] if options.local else []
 
 
-class _Submission:
-    """One submit, once its file is validated."""
-
-    def __init__(
-        self,
-        options: argparse.Namespace,
-        flags: list[str],
-        settings: FleetSettings,
-        store: ObjectStore,
-        checked: intake.Checked | None,
-        digest: str,
-        attached: Manifest | None,
-        output: str,
-    ) -> None:
-        self._options = options
-        self._flags = flags
-        self._settings = settings
-        self._store = store
-        self._checked = checked
-        self._digest = digest
-        self._attached = attached
-        self._output = output
-        self._started = time.monotonic()
-        self._waited_s = 0.0
-        self._done_before = 0
-
-    def empty(self, progress: Progress) -> int:
-        """Complete a file without requests, which needs no fleet."""
-        manifest = self._durable(progress, None, None)
-        if self._options.detach:
-            _print(manifest.batch_id)
-            return EXIT_OK
-        with self._destination() as destination:
-            destination.begin()
-        return self._finish(progress, state_of(self._store, None, manifest))
-
-    def fleet(self, progress: Progress) -> int:
-        """Submit to a running fleet."""
-        fleet = control.Fleet.connect(self._settings, self._store)
-        if self._options.detach:
-            manifest = self._durable(progress, None, fleet.ledger)
-            _print(manifest.batch_id)
-            control.start(fleet, manifest)
-            return EXIT_OK
-        with self._destination() as destination:
-            manifest = self._durable(progress, None, fleet.ledger)
-            try:
-                destination.begin()
-                control.start(fleet, manifest)
-                state = self._wait(fleet, manifest, destination, progress)
-            except Interrupted:
-                progress.say(self._how_to_go_on(manifest))
-                raise
-            except OutputFailedError:
-                progress.say(self._how_to_go_on(manifest))
-                raise
-            self._put_down(destination, state, progress)
-        return self._finish(progress, state)
-
-    def _wait(
-        self,
-        fleet: control.Fleet,
-        manifest: Manifest,
-        destination: Destination,
-        progress: Progress,
-        on_poll: Callable[[], None] | None = None,
-    ) -> BatchState:
-        started = time.monotonic()
-        state = control.wait(fleet, manifest, destination, progress, on_poll=on_poll)
-        self._waited_s = time.monotonic() - started
-        return state
-
-    def _put_down(self, destination: Destination, state: BatchState, progress: Progress) -> None:
-        """Close the output; where that fails the rows are still in the batch."""
-        try:
-            destination.close(durable=True)
-        except OutputFailedError:
-            local = "--local " if self._options.local else ""
-            progress.say(
-                f"{state.manifest.batch_id} is {state.status.value}; get its rows with\n"
-                f"  producer fetch {local}{state.manifest.batch_id} -o {self._output}"
-            )
-            raise
-
-    def _again(self) -> str:
-        return "the same command without --new" if self._options.new else "the same command"
-
-    def _left(self, batch_id: str) -> BatchState | None:
-        """What an interrupted local fleet left, or None when its batch had not become durable."""
-        with contextlib.suppress(NoSuchBatchError):
-            return state_of(self._store, None, read_manifest(self._store, batch_id))
-        return None
-
-    def _how_to_go_on(self, manifest: Manifest) -> str:
-        return (
-            f"{manifest.batch_id} goes on in the fleet. Attach to it again with {self._again()}, or see\n"
-            f"  producer status {manifest.batch_id}\n"
-            f"  producer fetch {manifest.batch_id} -o {self._output}"
-        )
-
-    def local(self, progress: Progress) -> int:
-        """Run everything on this machine. Processes start first: the engine loads while the batch is written."""
-        options = self._options
-        batch_id = self._attached.batch_id if self._attached is not None else layout.new_batch_id()
-        local = LocalFleet(
-            batch_id,
-            store_uri=self._settings.store,
-            model=options.model,
-            engine=options.engine or "vllm",
-            workers=options.workers or 1,
-            engine_args=self._flags,
-        )
-        with self._destination() as destination:
-            try:
-                with local:
-                    settings = self._settings.model_copy(update={"broker_url": local.broker_url})
-                    fleet = control.Fleet.connect(settings, self._store)
-                    manifest = self._durable(progress, batch_id, fleet.ledger)
-                    if self._attached is not None:
-                        _take_up(fleet, manifest)
-                    control.start(fleet, manifest)
-                    self._wait_for_engine(fleet, local, progress)
-                    destination.begin()
-                    state = self._wait(fleet, manifest, destination, progress, lambda: _replace(local, progress))
-                    progress.note("ending the local fleet")
-            except Interrupted:
-                left = self._left(batch_id)
-                if left is None:
-                    progress.say("interrupted; nothing was queued")
-                    local.forget()
-                    raise
-                if left.status not in CLOSED:
-                    progress.say(f"interrupted; {self._again()} goes on with {batch_id} where it stopped")
-                    raise
-                # It was complete before everything had ended: nobody would run it, or look for its rows, again.
-                control.fetch(self._store, left.manifest, destination)
-                state = left
-            except InputRefusedError:
-                local.forget()
-                raise
-            except OutputFailedError:
-                progress.say(f"the rows are kept: {self._again()}, or producer fetch --local {batch_id}")
-                raise
-            except UsageError:
-                if self._attached is None and not local.serving:
-                    # A set-up that cannot work: nothing has run, and a corrected command makes another batch.
-                    self._store.remove(layout.batch(batch_id))
-                    local.forget()
-                raise
-            if state.status in CLOSED:
-                local.forget()
-            self._put_down(destination, state, progress)
-        return self._finish(progress, state)
-
-    def _durable(self, progress: Progress, batch_id: str | None, ledger: Ledger | None) -> Manifest:
-        if self._attached is not None:
-            counts = state_of(self._store, ledger, self._attached).counts
-            self._done_before = counts.completed + counts.failed
-            progress.say(
-                f"{self._attached.batch_id}: attached to the open batch of this file, "
-                f"{self._done_before} of {counts.total} requests done"
-            )
-            return self._attached
-        assert self._checked is not None
-        manifest = control.write_batch(
-            self._store,
-            self._checked,
-            digest=self._digest,
-            max_shard_size=self._settings.shard_size,
-            batch_id=batch_id,
-            new=self._options.new,
-            expires_at=None if self._options.expires is None else now() + self._options.expires,
-            on_lines=lambda lines: progress.note(f"writing the batch ({lines} lines)"),
-        )
-        if batch_id is not None and manifest.batch_id != batch_id:
-            raise UsageError(f"another producer is running this file as {manifest.batch_id} on this machine")
-        progress.say(f"{manifest.batch_id}: {manifest.total} requests in {len(manifest.counts)} shards")
-        return manifest
-
-    @staticmethod
-    def _wait_for_engine(fleet: control.Fleet, local: LocalFleet, progress: Progress) -> None:
-        """Until a worker is ready: a set-up that cannot work ends here, with the output untouched."""
-        started = time.monotonic()
-        while not any(worker.state == "ready" and worker.engine for worker in fleet.ledger.workers()):
-            local.check()
-            waited_s = time.monotonic() - started
-            if waited_s > 1:
-                progress.note(f"waiting for the engine to load ({waited_s:.0f} s)")
-            time.sleep(0.1)
-        local.serving = True
-        progress.note("")
-
-    @contextlib.contextmanager
-    def _destination(self) -> Iterator[Destination]:
-        destination = Destination(self._output, self._options.errors)
-        try:
-            yield destination
-        finally:
-            destination.close()
-
-    def _finish(self, progress: Progress, state: BatchState) -> int:
-        counts, took_s = state.counts, time.monotonic() - self._started
-        done = counts.completed + counts.failed
-        # Of the time in which somebody worked: loading an engine says nothing about its speed.
-        requests_s = (done - self._done_before) / max(self._waited_s, 1.0)
-        progress.update(done=done, total=counts.total, failed=counts.failed, tokens=state.usage.completion_tokens)
-        progress.note("")
-        progress.say(
-            f"{state.manifest.batch_id} {state.status.value}: {counts.completed} ok, {counts.failed} failed, "
-            f"{duration(took_s)} in all, {requests_s:.1f} requests/s -> {self._output}"
-        )
-        if self._options.json:
-            output, errors = self._output, self._options.errors
-            _print(dumps(_object(state, output=os.path.abspath(output), errors=errors and os.path.abspath(errors))))
-        return _exit_code(state)
-
-
-def _replace(local: LocalFleet, progress: Progress) -> None:
-    """Look after the local fleet's processes, and say what became of them."""
-    for notice in local.check():
-        progress.say(notice)
-
-
-def _take_up(fleet: control.Fleet, manifest: Manifest) -> None:
-    """Send again what a local fleet that is gone had taken: its queues were emptied, and no worker runs yet."""
-    shards = manifest.shards()
-    for number, indexes in control.missing(fleet, manifest):
-        republish(fleet.app, fleet.store, manifest, shards[number], set(indexes), queue=GPU_QUEUE)
-
-
-def _exit_code(state: BatchState) -> int:
-    if state.status is not BatchStatus.COMPLETED:
-        return EXIT_NOT_COMPLETED
-    return EXIT_ROWS_FAILED if state.counts.failed else EXIT_OK
-
-
 # -- the others -------------------------------------------------------------------------------------------------------
 
 
@@ -535,17 +285,10 @@ def _stored(options: argparse.Namespace) -> tuple[ObjectStore, Ledger | None]:
     return store, Ledger(client)
 
 
-def _object(state: BatchState, output: str | None = None, errors: str | None = None) -> dict[str, object]:
-    return batch_object(
-        state.manifest, state.status, state.counts, state.usage,
-        closed_at=state.closed_at, output=output, errors=errors,
-    )  # fmt: skip
-
-
 def _stored_object(store: ObjectStore, state: BatchState) -> dict[str, object]:
     batch_id = state.manifest.batch_id
     closed = state.status in CLOSED
-    return _object(
+    return shown_object(
         state,
         output=f"{store.uri}/{layout.output(batch_id)}" if closed else None,
         errors=f"{store.uri}/{layout.errors(batch_id)}" if closed and state.counts.failed else None,
@@ -567,20 +310,20 @@ def _status(options: argparse.Namespace, _: list[str]) -> int:
     store, ledger = _stored(options)
     if options.batch is not None:
         state = state_of(store, ledger, read_manifest(store, layout.checked_batch_id(options.batch)))
-        _print(dumps(_stored_object(store, state)) if options.json else _line(state))
+        print_result(dumps(_stored_object(store, state)) if options.json else _line(state))
         return EXIT_OK
     states = [state_of(store, ledger, manifest) for manifest in control.manifests(store)]
     states = [state for state in states if state.status not in CLOSED]
     if options.json:
-        _print(dumps({"object": "list", "data": [_stored_object(store, state) for state in states]}))
+        print_result(dumps({"object": "list", "data": [_stored_object(store, state) for state in states]}))
         return EXIT_OK
     for state in states:
-        _print(_line(state))
+        print_result(_line(state))
     for worker in ledger.workers() if ledger is not None else ():
         if not worker.engine:
-            _print(f"aggregator {worker.worker_id}")
+            print_result(f"aggregator {worker.worker_id}")
             continue
-        _print(
+        print_result(
             f"worker {worker.worker_id}  {worker.state}, {worker.engine}, queue {worker.queue}, "
             f"serves {', '.join(worker.models) or '-'}, {worker.inflight} in flight at most"
         )
@@ -591,7 +334,7 @@ def _list(options: argparse.Namespace, _: list[str]) -> int:
     store, ledger = _stored(options)
     for manifest in control.manifests(store):
         state = state_of(store, ledger, manifest)
-        _print(dumps(_stored_object(store, state)) if options.json else _line(state))
+        print_result(dumps(_stored_object(store, state)) if options.json else _line(state))
     return EXIT_OK
 
 
@@ -608,7 +351,7 @@ def _fetch(options: argparse.Namespace, _: list[str]) -> int:
         destination.close(durable=True)
     state = state_of(store, ledger, manifest)
     _say(_line(state))
-    return _exit_code(state)
+    return exit_code(state)
 
 
 def _resume(options: argparse.Namespace, _: list[str]) -> int:
@@ -617,13 +360,13 @@ def _resume(options: argparse.Namespace, _: list[str]) -> int:
     manifest = read_manifest(store, layout.checked_batch_id(options.batch))
     if (end := read_end(store, manifest.batch_id)) is not None:
         _say(f"{manifest.batch_id} is {end.status.value} already; get its rows with producer fetch")
-        return _exit_code(state_of(store, None, manifest))
+        return exit_code(state_of(store, None, manifest))
     options.new = options.local = False
     output = "" if options.detach else options.output or default_output(manifest.input_name)
     if not options.detach:
         check_destinations(manifest.input_name, output, options.errors)
     with Progress() as progress:
-        return _Submission(options, [], settings, store, None, "", manifest, output).fleet(progress)
+        return Submission(options, [], settings, store, None, "", manifest, output).fleet(progress)
 
 
 def _cancel(options: argparse.Namespace, _: list[str]) -> int:

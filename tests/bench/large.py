@@ -31,11 +31,14 @@ def peak_mb(pid: int) -> float:
 
 
 def role(process: psutil.Process) -> str:
+    # A worker's title, once it has one, is "[celeryd: serve-PID@HOST…".
     command = " ".join(process.cmdline())
-    for name in ("aggregate", "serve"):
-        if f"workers {name}" in command:
-            return name
-    return "broker" if "unixsocket" in command or "valkey" in command or "redis" in command else "other"
+    if "unixsocket" in command:
+        return "broker"
+    for name, kind in (("aggregate", "aggregator"), ("serve", "worker")):
+        if f"workers {name}" in command or f"{name}-" in command:
+            return kind
+    return "other"
 
 
 def main() -> None:

@@ -1,0 +1,148 @@
+"""The ledger's Lua scripts, and how they are sent.
+
+Owns: the scripts, each one atomic step of the state machine that `common.ledger` draws, and `Script`.
+Must not know: what the keys are called (`common.keys`), who calls.
+On failure: redis-py's errors. All scripts may be repeated: a second run finds what the first one wrote.
+
+Their keys and arguments are positional; `common.ledger` is their only caller and stands beside them for that reason.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from redis.exceptions import NoScriptError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import redis
+
+BEGIN = """
+local head, sealed, rows, marks, calls, strikes = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
+local shard, index, mark, worker_prefix, most = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
+local admitted, suspect = tonumber(ARGV[6]), tonumber(ARGV[7])
+local run = redis.call('HMGET', head, 'closed', 'ending')
+if not run[1] then return {'unknown', 0, 0} end
+if run[1] ~= '' or (run[2] and run[2] ~= '') or redis.call('SISMEMBER', sealed, shard) == 1
+        or redis.call('HEXISTS', rows, index) == 1 then
+    return {'done', 0, 0}
+end
+local deaths = tonumber(redis.call('HGET', strikes, index) or '0')
+local owner = redis.call('HGET', marks, index)
+if owner and owner ~= mark then
+    if redis.call('EXISTS', worker_prefix .. string.match(owner, '^(.*)/')) == 1 then return {'parked', 0, deaths} end
+    deaths = redis.call('HINCRBY', strikes, index, 1)
+    redis.call('HDEL', marks, index)
+end
+if deaths > most then return {'poison', 0, deaths} end
+if deaths >= suspect and deaths > admitted then return {'suspect', 0, deaths} end
+redis.call('HSET', marks, index, mark)
+return {'ours', redis.call('HINCRBY', calls, index, 1) - 1, deaths}
+"""
+
+RELEASE = """
+local marks, index, mark = KEYS[1], ARGV[1], ARGV[2]
+if redis.call('HGET', marks, index) == mark then return redis.call('HDEL', marks, index) end
+return 0
+"""
+
+RECORD = """
+local head, sealed, rows, marks = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local shard, index, row, failed = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
+local prompt_tokens, completion_tokens, count = ARGV[5], ARGV[6], tonumber(ARGV[7])
+local run = redis.call('HMGET', head, 'closed', 'frontier', 'shards', 'step')
+if not run[1] then return {'unknown', 0, 0} end
+if run[1] ~= '' or redis.call('SISMEMBER', sealed, shard) == 1 then return {'done', 0, 0} end
+if redis.call('HSETNX', rows, index, row) == 0 then
+    return {'done', redis.call('HLEN', rows) == count and 1 or 0, 0}
+end
+redis.call('HDEL', marks, index)
+local finished = redis.call('HINCRBY', head, 'finished', 1)
+if failed == 1 then redis.call('HINCRBY', head, 'failed', 1) end
+if prompt_tokens ~= '0' then redis.call('HINCRBY', head, 'prompt_tokens', prompt_tokens) end
+if completion_tokens ~= '0' then redis.call('HINCRBY', head, 'completion_tokens', completion_tokens) end
+local full, feed = 0, 0
+if redis.call('HLEN', rows) == count then full = 1 end
+if tonumber(run[2]) < tonumber(run[3]) and finished % tonumber(run[4]) == 0 then feed = 1 end
+return {'ours', full, feed}
+"""
+
+RESTORE = """
+local head, sealed = KEYS[1], KEYS[2]
+if redis.call('EXISTS', head) == 1 then return 0 end
+redis.call('DEL', sealed)
+for i = 8, #ARGV do redis.call('SADD', sealed, ARGV[i]) end
+redis.call('HSET', head, 'total', ARGV[1], 'shards', ARGV[2], 'step', ARGV[3], 'finished', ARGV[4], 'failed', ARGV[5],
+    'prompt_tokens', ARGV[6], 'completion_tokens', ARGV[7], 'frontier', 0, 'ending', '', 'closed', '')
+return 1
+"""
+
+CLAIM = """
+local head, number = KEYS[1], ARGV[1]
+if redis.call('HGET', head, 'closed') ~= '' or redis.call('HGET', head, 'frontier') ~= number then return 0 end
+redis.call('HINCRBY', head, 'frontier', 1)
+return 1
+"""
+
+MARK_SEALED = """
+if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
+return redis.call('SADD', KEYS[2], ARGV[1])
+"""
+
+SET_ENDING = """
+if redis.call('EXISTS', KEYS[1]) == 0 or redis.call('HGET', KEYS[1], 'ending') ~= '' then return 0 end
+redis.call('HSET', KEYS[1], 'ending', ARGV[1])
+return 1
+"""
+
+CLOSE = """
+local head, sealed = KEYS[1], KEYS[2]
+local shards = redis.call('HGET', head, 'shards')
+if not shards then return 0 end
+redis.call('HSET', head, 'closed', ARGV[1])
+redis.call('EXPIRE', head, ARGV[2])
+redis.call('EXPIRE', sealed, ARGV[2])
+for shard = 0, tonumber(shards) - 1 do
+    for i = 3, #ARGV do redis.call('EXPIRE', ARGV[i] .. shard, ARGV[2]) end
+end
+return 1
+"""
+
+
+WATCH = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+return redis.call('PEXPIRE', KEYS[1], ARGV[2])
+"""
+
+
+class Script:
+    """A Lua script that is sent by its digest and loaded when Redis does not know it (a restart forgets scripts)."""
+
+    def __init__(self, client: redis.Redis, body: str) -> None:
+        self._client = client
+        self._body = body
+        self._sha = ""
+
+    def call(self, script_keys: Sequence[str], args: Sequence[Any]) -> Any:
+        """Run the script once."""
+        return self.call_many([(script_keys, args)])[0]
+
+    def call_many(self, calls: Sequence[tuple[Sequence[str], Sequence[Any]]]) -> list[Any]:
+        """Run the script once per element in one round trip. The first error of any of them is raised.
+
+        All scripts are idempotent, so calls that succeeded beside a failed one may be repeated.
+        """
+        if not self._sha:
+            self._sha = str(self._client.script_load(self._body))
+        try:
+            return self._pipelined(calls)
+        except NoScriptError:
+            self._client.script_load(self._body)
+            return self._pipelined(calls)
+
+    def _pipelined(self, calls: Sequence[tuple[Sequence[str], Sequence[Any]]]) -> list[Any]:
+        with self._client.pipeline(transaction=False) as pipe:
+            for script_keys, args in calls:
+                pipe.evalsha(self._sha, len(script_keys), *script_keys, *args)
+            return list(pipe.execute())
