@@ -16,16 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.vllm_flags import FLAGS
+
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator
 
     from workers.engine.vllm import VllmEngine
-
-#: float32, because only then a row does not depend on what else is in the batch.
-FLAGS = (
-    *("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"),
-    *("--kv-cache-memory-bytes", "128M", "--served-model-name", "test-model"),
-)
 
 
 class LoopThread:

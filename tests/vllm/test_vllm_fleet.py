@@ -9,10 +9,10 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from conftest import FLAGS
 
 from tests.rows import parse_row, same_row
 from tests.servers import wait_until
+from tests.vllm_flags import FLAGS
 
 if TYPE_CHECKING:
     from pathlib import Path

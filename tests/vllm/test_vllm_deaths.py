@@ -8,10 +8,10 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from conftest import FLAGS
 
 from tests.rows import parse_row, same_row
 from tests.servers import FleetServers, wait_until
+from tests.vllm_flags import FLAGS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
