@@ -65,10 +65,6 @@ class HoleError(FleetError):
     """A row of the shard is missing; a hole is never sealed."""
 
 
-class BatchClosedError(FleetError):
-    """The batch is closed."""
-
-
 class EngineStartError(FleetError):
     """The engine could not be started."""
 

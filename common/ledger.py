@@ -286,6 +286,11 @@ class Ledger:
             keys.strikes(batch_id, run, shard),
         )
 
+    def note_sealed(self, batch_id: str, run: int, shard: int) -> None:
+        """What follows the creation of a part, in this order: mark its shard as sealed, drop its rows."""
+        self.mark_sealed(batch_id, run, shard)
+        self.drop_shard(batch_id, run, shard)
+
     def set_ending(self, batch_id: str, run: int, ending: str) -> None:
         """Let the run end before it is complete ("cancelled", "expired"): nothing of it is begun any more."""
         self._set_ending.call((keys.head(batch_id, run),), (ending,))
@@ -302,10 +307,10 @@ class Ledger:
         prefixes = [key(batch_id, run, 0)[:-1] for key in (keys.rows, keys.marks, keys.calls, keys.strikes)]
         self._close.call((keys.head(batch_id, run), keys.sealed(batch_id, run)), (status, keys.CLOSED_TTL_S, *prefixes))
 
-    def recorded(self, batch_id: str, run: int, shard: int) -> int:
-        """How many rows of an unsealed shard are recorded."""
-        count: Any = self._client.hlen(keys.rows(batch_id, run, shard))
-        return int(count)
+    def missing(self, batch_id: str, run: int, shard: int, indexes: range) -> set[int]:
+        """Indexes of an unsealed shard that are not recorded. Asks for the rows' names alone: rows may be large."""
+        recorded: Any = self._client.hkeys(keys.rows(batch_id, run, shard))
+        return set(indexes).difference(map(int, recorded))
 
     def running(self, batch_id: str, run: int, shard: int) -> set[int]:
         """Indexes of a shard that live workers have marked."""

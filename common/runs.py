@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pydantic_core import from_json
 
 from common import layout
-from common.batch import BatchStatus, Manifest, RequestCounts, RunEnd, RunEnding, Usage, row_failed
+from common.batch import BatchStatus, Manifest, Record, RequestCounts, RunEnd, RunEnding, Usage, row_failed
 from common.dispatch import feed_step
 from common.errors import NoSuchBatchError, ObjectMissingError
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 #: The run that a submit makes.
 FIRST_RUN = 1
 
+Kind = TypeVar("Kind", bound=Record)
+
 
 def read_manifest(store: ObjectStore, batch_id: str) -> Manifest:
     """The batch's manifest. Raises `NoSuchBatchError`."""
@@ -37,41 +39,40 @@ def read_manifest(store: ObjectStore, batch_id: str) -> Manifest:
         raise NoSuchBatchError(f"there is no batch {batch_id} in {store.uri}") from None
 
 
-def read_end(store: ObjectStore, batch_id: str, run: int = FIRST_RUN) -> RunEnd | None:
-    """How the run ended, or None while it is open."""
+def _read(store: ObjectStore, name: str, kind: type[Kind]) -> Kind | None:
     try:
-        return RunEnd.model_validate_json(store.read(layout.end(batch_id, run)))
+        return kind.model_validate_json(store.read(name))
     except ObjectMissingError:
         return None
 
 
-def read_ending(store: ObjectStore, batch_id: str, run: int = FIRST_RUN) -> RunEnding | None:
-    """How the run is to end early, or None."""
-    try:
-        return RunEnding.model_validate_json(store.read(layout.ending(batch_id, run)))
-    except ObjectMissingError:
-        return None
-
-
-def write_ending(store: ObjectStore, batch_id: str, status: BatchStatus, run: int = FIRST_RUN) -> RunEnding:
-    """Wish that the run ends early; returns the wish that won, which may be an earlier one."""
-    wish = RunEnding(status=status, at=now())
-    with store.writing(layout.ending(batch_id, run)) as out:
-        out.write(wish.model_dump_json().encode())
-    won = wish if out.created else read_ending(store, batch_id, run)
+def _create(store: ObjectStore, name: str, record: Kind) -> Kind:
+    """Write a record unless there is one; returns the one that won."""
+    with store.writing(name) as out:
+        out.write(record.model_dump_json().encode())
+    won = record if out.created else _read(store, name, type(record))
     assert won is not None
     return won
+
+
+def read_end(store: ObjectStore, batch_id: str, run: int = FIRST_RUN) -> RunEnd | None:
+    """How the run ended, or None while it is open."""
+    return _read(store, layout.end(batch_id, run), RunEnd)
 
 
 def write_end(store: ObjectStore, batch_id: str, end: RunEnd, run: int = FIRST_RUN) -> RunEnd:
     """Close the run; returns the end that won, which may be an earlier one."""
-    with store.writing(layout.end(batch_id, run)) as out:
-        out.write(end.model_dump_json().encode())
-    if out.created:
-        return end
-    won = read_end(store, batch_id, run)
-    assert won is not None
-    return won
+    return _create(store, layout.end(batch_id, run), end)
+
+
+def read_ending(store: ObjectStore, batch_id: str, run: int = FIRST_RUN) -> RunEnding | None:
+    """How the run is to end early, or None."""
+    return _read(store, layout.ending(batch_id, run), RunEnding)
+
+
+def write_ending(store: ObjectStore, batch_id: str, status: BatchStatus, run: int = FIRST_RUN) -> RunEnding:
+    """Wish that the run ends early; returns the wish that won, which may be an earlier one."""
+    return _create(store, layout.ending(batch_id, run), RunEnding(status=status, at=now()))
 
 
 def sealed_shards(store: ObjectStore, batch_id: str, run: int = FIRST_RUN) -> set[int]:
@@ -100,6 +101,14 @@ class Tally:
             self.completion_tokens += usage.get("completion_tokens") or 0
 
 
+def _tally(store: ObjectStore, batch_id: str, run: int, sealed: Iterable[int]) -> Tally:
+    tally = Tally()
+    for shard in sealed:
+        with store.open(layout.part(batch_id, run, shard)) as rows:
+            tally.add(rows)
+    return tally
+
+
 def restore(store: ObjectStore, ledger: Ledger, manifest: Manifest, *, run: int = FIRST_RUN, window: int) -> bool:
     """Write the run's head into Redis from what the store holds; False when Redis has it already.
 
@@ -111,10 +120,7 @@ def restore(store: ObjectStore, ledger: Ledger, manifest: Manifest, *, run: int 
         return False
     end = read_end(store, batch_id, run)
     sealed = sealed_shards(store, batch_id, run)
-    tally = Tally()
-    for shard in sealed:
-        with store.open(layout.part(batch_id, run, shard)) as rows:
-            tally.add(rows)
+    tally = _tally(store, batch_id, run, sealed)
     written = ledger.restore(
         batch_id,
         run,
@@ -137,8 +143,7 @@ def restore(store: ObjectStore, ledger: Ledger, manifest: Manifest, *, run: int 
 def reconcile(store: ObjectStore, ledger: Ledger, manifest: Manifest, run: int = FIRST_RUN) -> None:
     """Tell the ledger of parts that it does not know as sealed: their sealer died between creating and noting them."""
     for shard in sealed_shards(store, manifest.batch_id, run) - ledger.sealed(manifest.batch_id, run):
-        ledger.mark_sealed(manifest.batch_id, run, shard)
-        ledger.drop_shard(manifest.batch_id, run, shard)
+        ledger.note_sealed(manifest.batch_id, run, shard)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +166,7 @@ def state_of(store: ObjectStore, ledger: Ledger | None, manifest: Manifest, run:
         return BatchState(manifest, end.status, end.counts, end.usage, closed_at=end.at)
     progress = ledger.progress(batch_id, run) if ledger is not None else None
     if progress is None:
-        tally = Tally()
-        for shard in sealed_shards(store, batch_id, run):
-            with store.open(layout.part(batch_id, run, shard)) as rows:
-                tally.add(rows)
+        tally = _tally(store, batch_id, run, sealed_shards(store, batch_id, run))
         counts = RequestCounts(total=manifest.total, completed=tally.completed, failed=tally.failed)
         usage = Usage(prompt_tokens=tally.prompt_tokens, completion_tokens=tally.completion_tokens)
         return BatchState(manifest, BatchStatus.IN_PROGRESS, counts, usage, known=False)

@@ -24,7 +24,7 @@ from kombu.exceptions import OperationalError
 
 from common import broker, layout
 from common.batch import CLOSED, BatchStatus, Manifest, RequestCounts, RunEnd, Usage
-from common.dispatch import Feeder, send
+from common.dispatch import Feeder, republish, send
 from common.errors import BrokerUnavailableError, NoSuchBatchError, ObjectMissingError, StoreUnavailableError
 from common.ledger import Ledger
 from common.runs import (
@@ -44,7 +44,7 @@ from common.settings import AGGREGATE_QUEUE, GPU_QUEUE
 from producer import intake
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from celery import Celery
 
@@ -349,15 +349,12 @@ def fetch(store: ObjectStore, manifest: Manifest, destination: Destination) -> R
     return end
 
 
-def missing(fleet: Fleet, manifest: Manifest) -> Sequence[tuple[int, list[int]]]:
-    """Published and not sealed shards with the indexes that are not recorded: what a fleet that died left undone."""
+def take_up(fleet: Fleet, manifest: Manifest) -> None:
+    """Send again what a fleet that is gone had taken and not recorded. Its queues are empty, and no worker runs yet."""
     progress = fleet.ledger.progress(manifest.batch_id, FIRST_RUN)
     frontier = progress.frontier if progress is not None else 0
     sealed = sealed_shards(fleet.store, manifest.batch_id)
-    left = []
     for shard in manifest.shards()[:frontier]:
-        if shard.number in sealed:
-            continue
-        rows = fleet.ledger.rows(manifest.batch_id, FIRST_RUN, shard.number, shard.indexes)
-        left.append((shard.number, [index for index, row in zip(shard.indexes, rows, strict=True) if row is None]))
-    return left
+        if shard.number not in sealed:
+            missing = fleet.ledger.missing(manifest.batch_id, FIRST_RUN, shard.number, shard.indexes)
+            republish(fleet.app, fleet.store, manifest, shard, missing, queue=GPU_QUEUE)

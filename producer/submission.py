@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING
 
 from common import layout
 from common.batch import CLOSED, BatchStatus, batch_object, dumps
-from common.dispatch import republish
 from common.errors import InputRefusedError, NoSuchBatchError, OutputFailedError, UsageError
 from common.runs import BatchState, now, read_manifest, state_of
-from common.settings import GPU_QUEUE
 from producer import control
 from producer.local import LocalFleet
 from producer.output import Destination
@@ -38,7 +36,6 @@ EXIT_OK = 0
 EXIT_ERROR = 1
 EXIT_ROWS_FAILED = 3
 EXIT_NOT_COMPLETED = 4
-EXIT_INTERRUPTED = 130
 
 
 class Interrupted(BaseException):
@@ -113,10 +110,7 @@ class Submission:
                 destination.begin()
                 control.start(fleet, manifest)
                 state = self._wait(fleet, manifest, destination, progress)
-            except Interrupted:
-                progress.say(self._how_to_go_on(manifest))
-                raise
-            except OutputFailedError:
+            except (Interrupted, OutputFailedError):
                 progress.say(self._how_to_go_on(manifest))
                 raise
             self._put_down(destination, state, progress)
@@ -182,7 +176,7 @@ class Submission:
                     fleet = control.Fleet.connect(settings, self._store)
                     manifest = self._durable(progress, batch_id, fleet.ledger)
                     if self._attached is not None:
-                        _take_up(fleet, manifest)
+                        control.take_up(fleet, manifest)
                     control.start(fleet, manifest)
                     self._wait_for_engine(fleet, local, progress)
                     destination.begin()
@@ -286,13 +280,6 @@ def _replace(local: LocalFleet, progress: Progress) -> None:
     """Look after the local fleet's processes, and say what became of them."""
     for notice in local.check():
         progress.say(notice)
-
-
-def _take_up(fleet: control.Fleet, manifest: Manifest) -> None:
-    """Send again what a local fleet that is gone had taken: its queues were emptied, and no worker runs yet."""
-    shards = manifest.shards()
-    for number, indexes in control.missing(fleet, manifest):
-        republish(fleet.app, fleet.store, manifest, shards[number], set(indexes), queue=GPU_QUEUE)
 
 
 def exit_code(state: BatchState) -> int:

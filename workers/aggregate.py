@@ -6,7 +6,7 @@ leave Redis last. A row that is missing raises `HoleError` and nothing is writte
 
     shard:  rows in the ledger ─▶ part created ─▶ marked sealed ─▶ rows dropped
     batch:  all parts ─▶ output, errors ─▶ end created ─▶ run closed in the ledger
-early:  wish created ─▶ nothing is begun any more ─▶ open shards sealed with failed rows ─▶ as above
+    early:  wish created ─▶ nothing is begun any more ─▶ open shards sealed with failed rows ─▶ as above
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from common.ledger import Row
 from common.runs import Tally, now, read_end, read_ending, read_manifest, restore, sealed_shards, write_end
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from celery import Celery
 
@@ -72,15 +72,11 @@ class Aggregator:
         """
         manifest = self._manifest(batch_id)
         shard = manifest.shard(number)
-        name = layout.part(batch_id, run, number)
-        if not self._store.exists(name):
-            with self._store.writing(name) as part:
-                for row in self._rows(batch_id, run, shard):
-                    part.write(row + b"\n")
+        if not self._store.exists(layout.part(batch_id, run, number)):
+            self._write_part(batch_id, run, number, self._rows(batch_id, run, shard))
             logger.info("sealed shard %d of %s (%d rows)", number, batch_id, shard.count)
         restore(self._store, self._ledger, manifest, run=run, window=self._window)
-        self._ledger.mark_sealed(batch_id, run, number)
-        self._ledger.drop_shard(batch_id, run, number)
+        self._ledger.note_sealed(batch_id, run, number)
         return self._ledger.sealed_count(batch_id, run) >= len(manifest.counts)
 
     def end_early(self, batch_id: str, run: int) -> RunEnd | None:
@@ -98,11 +94,9 @@ class Aggregator:
         sealed = sealed_shards(self._store, batch_id, run)
         for shard in manifest.shards():
             if shard.number not in sealed:
-                with self._store.writing(layout.part(batch_id, run, shard.number)) as part:
-                    for row in self._rows_or_failures(batch_id, run, shard, failure):
-                        part.write(row + b"\n")
-            self._ledger.mark_sealed(batch_id, run, shard.number)
-            self._ledger.drop_shard(batch_id, run, shard.number)
+                rows = self._rows_or_failures(batch_id, run, shard, failure)
+                self._write_part(batch_id, run, shard.number, rows)
+            self._ledger.note_sealed(batch_id, run, shard.number)
         return self.assemble_batch(batch_id, run)
 
     def fail_request(self, at: Address) -> None:
@@ -139,6 +133,11 @@ class Aggregator:
         restore(self._store, self._ledger, manifest, run=run, window=self._window)
         feeder = Feeder(self._app, self._ledger, self._store, manifest, run=run, window=self._window, queue=self._queue)
         return feeder.feed()
+
+    def _write_part(self, batch_id: str, run: int, number: int, rows: Iterable[bytes]) -> None:
+        with self._store.writing(layout.part(batch_id, run, number)) as part:
+            for row in rows:
+                part.write(row + b"\n")
 
     def _rows_or_failures(self, batch_id: str, run: int, shard: Shard, failure: Failure) -> Iterator[bytes]:
         rows = self._ledger.rows(batch_id, run, shard.number, shard.indexes)

@@ -169,33 +169,29 @@ class Watchdog:
         sealed = sealed_shards(self._store, batch_id, FIRST_RUN)
         published = [shard for shard in manifest.shards()[: progress.frontier] if shard.number not in sealed]
         self._ledger.keep_open(batch_id, FIRST_RUN, (shard.number for shard in published))
+        missing = [
+            (shard, self._ledger.missing(batch_id, FIRST_RUN, shard.number, shard.indexes)) for shard in published
+        ]
         watched = self._watched.setdefault(batch_id, _Watched())
-        self._seal_full(manifest, published, watched)
-        self._fill_gaps(manifest, published, watched)
+        self._seal_full(batch_id, {shard.number for shard, indexes in missing if not indexes}, watched)
+        self._fill_gaps(manifest, [(shard, indexes) for shard, indexes in missing if indexes], watched)
 
-    def _seal_full(self, manifest: Manifest, published: list[Shard], watched: _Watched) -> None:
-        batch_id = manifest.batch_id
-        full = {
-            shard.number
-            for shard in published
-            if self._ledger.recorded(batch_id, FIRST_RUN, shard.number) == shard.count
-        }
+    def _seal_full(self, batch_id: str, full: set[int], watched: _Watched) -> None:
         for number in full & watched.full:
             logger.warning("shard %d of %s is full and not sealed: sealing it", number, batch_id)
             send(self._app, broker.SEAL_SHARD, batch_id=batch_id, run=FIRST_RUN, shard=number)
         watched.full = full
 
-    def _fill_gaps(self, manifest: Manifest, published: list[Shard], watched: _Watched) -> None:
+    def _fill_gaps(self, manifest: Manifest, unrecorded: list[tuple[Shard, set[int]]], watched: _Watched) -> None:
         gaps = {}
-        for shard in published:
-            if shard.number in watched.full:
-                continue
-            missing = self._missing(manifest, shard)
+        workers_wait = self._workers_wait()
+        for shard, indexes in unrecorded:
+            missing = indexes - self._ledger.running(manifest.batch_id, FIRST_RUN, shard.number)
             if not missing:
                 continue
             gap = watched.gaps.get(shard.number) or _Gap(time.monotonic(), 2 * self._lease_s + SWEEP_S)
             gaps[shard.number] = gap
-            if not self._workers_wait() or not self._queue_passed(gap):
+            if not workers_wait or not self._queue_passed(gap):
                 gap.since = time.monotonic()
             elif time.monotonic() - gap.since >= gap.wait_s:
                 logger.warning(
@@ -205,11 +201,6 @@ class Watchdog:
                 republish(self._app, self._store, manifest, shard, missing, run=FIRST_RUN, queue=self._queue)
                 gaps[shard.number] = _Gap(time.monotonic(), 2 * gap.wait_s)
         watched.gaps = gaps
-
-    def _missing(self, manifest: Manifest, shard: Shard) -> set[int]:
-        rows = self._ledger.rows(manifest.batch_id, FIRST_RUN, shard.number, shard.indexes)
-        missing = {index for index, row in zip(shard.indexes, rows, strict=True) if row is None}
-        return missing - self._ledger.running(manifest.batch_id, FIRST_RUN, shard.number) if missing else missing
 
     def _workers_wait(self) -> bool:
         return any(worker.queue == self._queue and worker.state == "ready" for worker in self._ledger.workers())

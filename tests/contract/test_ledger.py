@@ -456,3 +456,17 @@ def test_keys_of_an_open_run_lose_a_ttl_that_somebody_gave_them(
     ledger.keep_open(batch, 1, [0])
 
     assert {broker_server.client.ttl(key) for key in all_keys(broker_server, batch)} == {-1}
+
+
+def test_missing_are_the_indexes_without_a_row_and_no_row_is_read_for_it(
+    ledger: Ledger, batch: str, broker_server: BrokerServer
+) -> None:
+    """The watchdog asks this of every open shard every few seconds, and rows may be large."""
+    restored(ledger, batch)
+    ledger.record([row(at(batch, 1), b"x" * 1_000_000), row(at(batch, 3))])
+    sent = int(broker_server.client.info("stats")["total_net_output_bytes"])
+
+    missing = ledger.missing(batch, 1, 0, range(4))
+
+    assert missing == {0, 2}
+    assert int(broker_server.client.info("stats")["total_net_output_bytes"]) - sent < 100_000
