@@ -7,11 +7,8 @@ On failure: bad settings raise `UsageError` at import, with one sentence.
 from __future__ import annotations
 
 import logging
-import os
 import shlex
-import socket
 import sys
-import uuid
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +18,7 @@ from celery.worker import state
 from common import broker
 from common.dispatch import send
 from common.errors import UsageError
-from common.ledger import Address, Ledger
+from common.ledger import Address, Ledger, new_worker_id
 from common.settings import AGGREGATE_QUEUE, GPU_QUEUE, WorkerSettings, load
 from common.store import open_store
 from common.transport import Transport
@@ -96,7 +93,7 @@ class FleetApp:
         host = EngineHost(
             make_engine(self.settings),
             self.ledger,
-            worker_id=f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}",
+            worker_id=new_worker_id(),
             queue=self.settings.queue,
             max_inflight=self.settings.max_inflight,
             request_timeout_s=self.settings.request_timeout_s or None,
@@ -156,9 +153,10 @@ def check_worker(sender: Any, **_: Any) -> None:
 def start_watchdog(sender: Any, **_: Any) -> None:
     """Celery's signal when a worker takes messages: an aggregator looks after open batches from now on."""
     if AGGREGATE_QUEUE in sender.app.amqp.queues.consume_from:
+        sender.app.fleet.watchdog.start()
+        # Last: a broker that fails just now would end this handler, and Celery only logs that.
         for warning in broker.set_up_warnings(broker.redis_client(sender.app.fleet.settings.broker_url)):
             logger.warning("%s", warning)
-        sender.app.fleet.watchdog.start()
 
 
 def stop_watchdog(sender: Any, **_: Any) -> None:
