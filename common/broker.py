@@ -121,16 +121,15 @@ def checked_url(broker_url: str) -> str:
     """The URL, if the fleet can use it. Raises `UsageError`."""
     try:
         parts = urlsplit(broker_url)
-        port_is_a_number = parts.port is None or parts.port >= 0
+        _ = parts.port  # reading it is what checks it
     except ValueError:
-        port_is_a_number = False
-        parts = urlsplit("")
-    if port_is_a_number and parts.scheme not in ("redis", "rediss", _SOCKET_SCHEME):
+        parts = None
+    if parts is not None and parts.scheme not in ("redis", "rediss", _SOCKET_SCHEME):
         raise UsageError(
             f"FLEET_BROKER_URL has the scheme {parts.scheme!r}; it must be redis://, rediss:// or redis+socket://"
         )
     # Quoting the URL, or what is wrong in it, could quote a part of its password.
-    if not port_is_a_number or parts.fragment or "@" in parts.query:
+    if parts is None or parts.fragment or "@" in parts.query:
         raise UsageError(
             "FLEET_BROKER_URL is no URL: its port is not a number, or its password holds / ? # or @, "
             "which must be written as %2F %3F %23 %40"

@@ -23,7 +23,10 @@ Counters serve pacing and progress; what a batch finally holds is counted from i
 from __future__ import annotations
 
 import json
+import os
+import socket
 import time
+import uuid
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -122,6 +125,11 @@ class Progress:
     completion_tokens: int
     closed: str
     ending: str = ""
+
+
+def new_worker_id() -> str:
+    """An id for this process, new at each start: a worker that was started again is another one."""
+    return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
 @dataclass(frozen=True, slots=True)

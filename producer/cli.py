@@ -31,13 +31,13 @@ from common.runs import BatchState, read_end, read_manifest, state_of
 from common.settings import FleetSettings, WorkerSettings, load
 from common.store import open_store
 from producer import control, intake
+from producer.interrupts import Interrupted, raise_interrupted
 from producer.local import state_folder
 from producer.output import Destination, check_destinations, default_output
 from producer.progress import Progress
 from producer.submission import (
     EXIT_ERROR,
     EXIT_OK,
-    Interrupted,
     Submission,
     exit_code,
     print_result,
@@ -142,8 +142,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     options = parser.parse_args(arguments)
     if flags and options.command != "submit":
         parser.error("only submit takes engine flags after --")
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _interrupt)
+    raise_interrupted()
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell: nobody wants to read it
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - until the end
@@ -179,11 +178,6 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:  # noqa: PLR0911
 def _give_stdout_up() -> None:
     """Point stdout to nowhere: the interpreter would try to flush it once more at its exit, and exit with 120."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _interrupt(number: int, _: object) -> None:
-    # Every time, not only at first: an exception that is raised inside a finalizer is lost.
-    raise Interrupted(number)
 
 
 def _say(*lines: str) -> None:

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import signal
-import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -42,6 +40,7 @@ from common.runs import (
 )
 from common.settings import AGGREGATE_QUEUE, GPU_QUEUE
 from producer import intake
+from producer.interrupts import signals_deferred
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -153,7 +152,7 @@ def write_batch(
         )
     except BaseException:
         # An interrupt, a file that changed, a full disk: without a manifest nobody would ever find the prompts.
-        with deferred_signals(), contextlib.suppress(StoreUnavailableError):
+        with signals_deferred(), contextlib.suppress(StoreUnavailableError):
             if not store.exists(layout.manifest(batch_id)):
                 store.remove(layout.batch(batch_id))
         raise
@@ -185,7 +184,7 @@ def start(fleet: Fleet, manifest: Manifest) -> None:
         feeder = fleet.feeder(manifest)
         more = True
         while more:
-            with deferred_signals():
+            with signals_deferred():
                 more = feeder.feed(at_most=1) > 0
     except (redis.RedisError, OperationalError) as exc:
         # kombu raises redis-py's refusal under a name of its own; the server's words are the same.
@@ -195,27 +194,6 @@ def start(fleet: Fleet, manifest: Manifest) -> None:
             f"the broker {reason} while {manifest.batch_id} was published; "
             "the batch is stored, goes on when the broker can take it, and the same submit attaches to it"
         ) from exc
-
-
-@contextlib.contextmanager
-def deferred_signals() -> Iterator[None]:
-    """Hold SIGINT and SIGTERM back until the block is left; the last one is then delivered as usual.
-
-    A no-op outside the main thread, which alone receives signals.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    arrived: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, lambda number, _: arrived.append(number)) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
-        if arrived:
-            signal.raise_signal(arrived[-1])
 
 
 def wait(

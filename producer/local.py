@@ -28,7 +28,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -40,9 +39,10 @@ from common.errors import FleetError, UsageError
 from common.ledger import Ledger
 from common.settings import AGGREGATE_QUEUE, GPU_QUEUE
 from producer import devices
+from producer.interrupts import signals_ignored
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from types import TracebackType
 
 #: Seconds for the broker to answer, and for a process to end before it is killed.
@@ -116,10 +116,10 @@ class LocalFleet:
             self._lock()
             self._start_broker(self._socket())
             self._start("aggregator", ["aggregate"])
-            shares = devices.for_workers(self._workers, self._engine_args if self._engine == "vllm" else [])
+            alone: list[tuple[dict[str, str], list[str]]] = [({}, [])] * self._workers
+            shares = devices.for_workers(self._workers, self._engine_args) if self._engine == "vllm" else alone
             for number, (variables, flags) in enumerate(shares, start=1):
-                more = flags if self._engine == "vllm" else []
-                serve = ["serve", self._model, "--engine", self._engine, *self._engine_args, *more]
+                serve = ["serve", self._model, "--engine", self._engine, *self._engine_args, *flags]
                 self._start(f"worker-{number}", serve, variables)
         except BaseException:
             self.stop()
@@ -159,7 +159,7 @@ class LocalFleet:
 
         Signals wait meanwhile: an ending that is interrupted would leave processes behind.
         """
-        with _signals_ignored():
+        with signals_ignored():
             self._stop()
 
     def _stop(self) -> None:
@@ -302,20 +302,6 @@ class _Process:
         # A bad set-up shows before anything runs; later the same code is one worker's trouble.
         kind = UsageError if code == UsageError.exit_code and not serving else LocalFleetError
         return kind(f"{self.name}: {said}" if said else f"{self.name} died ({how}); its log is {self.log}")
-
-
-@contextlib.contextmanager
-def _signals_ignored() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers, and only it is interrupted
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
 
 
 # Loaded before any fork: between fork and exec a child may only make system calls.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ from common.batch import CLOSED, BatchStatus, batch_object, dumps
 from common.errors import InputRefusedError, NoSuchBatchError, OutputFailedError, UsageError
 from common.runs import BatchState, now, read_manifest, state_of
 from producer import control
+from producer.interrupts import Interrupted
 from producer.local import LocalFleet
 from producer.output import Destination
 from producer.progress import Progress, duration
@@ -36,14 +36,6 @@ EXIT_OK = 0
 EXIT_ERROR = 1
 EXIT_ROWS_FAILED = 3
 EXIT_NOT_COMPLETED = 4
-
-
-class Interrupted(BaseException):
-    """SIGINT or SIGTERM arrived. Not an `Exception`: nothing on the way may take it for a failure of its own."""
-
-    def __init__(self, signal_number: int) -> None:
-        self.exit_code = 128 + signal_number
-        super().__init__(signal.Signals(signal_number).name)
 
 
 def print_result(text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,21 +37,15 @@ def server() -> str:
 @pytest.fixture
 def workplace(server: str, tmp_path: Path) -> Iterator[Workplace]:
     """A folder for producers with `--local`; fails when they leave anything behind."""
-    place = Workplace(tmp_path)
-    try:
+    with closing(Workplace(tmp_path)) as place:
         yield place
-    finally:
-        place.close()
 
 
 @pytest.fixture
 def fleet(server: str, tmp_path: Path) -> Iterator[FleetServers]:
     """A broker and a store, without workers yet."""
-    servers = FleetServers(tmp_path)
-    try:
+    with closing(FleetServers(tmp_path)) as servers:
         yield servers
-    finally:
-        servers.close()
 
 
 @pytest.fixture(scope="module")

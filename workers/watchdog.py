@@ -23,8 +23,6 @@ worker on the queue nothing is sent: a fleet at zero is no loss, and a long queu
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import threading
 import time
 import uuid
@@ -38,7 +36,7 @@ from common import broker, layout
 from common.batch import BatchStatus
 from common.dispatch import republish, send
 from common.errors import FleetError, NoSuchBatchError, ObjectMissingError
-from common.ledger import WorkerBeat
+from common.ledger import WorkerBeat, new_worker_id
 from common.runs import FIRST_RUN, now, read_end, read_ending, read_manifest, reconcile, sealed_shards, write_ending
 from common.settings import AGGREGATE_QUEUE
 
@@ -93,7 +91,7 @@ class Watchdog:
         self._aggregator = aggregator
         self._lease_s = lease_s
         self._queue = queue
-        self._who = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._who = new_worker_id()
         #: An aggregator has a heartbeat too, so that a waiting producer can say when there is none.
         self._beat = WorkerBeat(self._who, "ready", "", (), AGGREGATE_QUEUE, 0)
         self._closed: set[str] = set()

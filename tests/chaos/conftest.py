@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import pytest
@@ -29,8 +30,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def chaos(server: str, tmp_path: Path) -> Iterator[ChaosFleet]:
     """A fleet to be hurt, without workers yet."""
-    fleet = ChaosFleet(tmp_path)
-    try:
+    with closing(ChaosFleet(tmp_path)) as fleet:
         yield fleet
-    finally:
-        fleet.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import pytest
@@ -29,11 +30,8 @@ REQUESTS = 24
 
 @pytest.fixture
 def fleet(server: str, tmp_path: Path) -> Iterator[FleetServers]:
-    servers = FleetServers(tmp_path, FLEET_LEASE_S="3", FLEET_TEST_SHORT_LEASES="1")
-    try:
+    with closing(FleetServers(tmp_path, FLEET_LEASE_S="3", FLEET_TEST_SHORT_LEASES="1")) as servers:
         yield servers
-    finally:
-        servers.close()
 
 
 def engines(fleet: FleetServers) -> list[psutil.Process]:
