@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from common.batch import Manifest, Shard
-    from common.ledger import Ledger, Progress
+    from common.ledger import Ledger
     from common.store import ObjectStore
 
 #: Messages of one pipeline to Redis.
@@ -74,13 +74,17 @@ class Feeder:
 
         Unfinished requests count, not open shards: one straggler keeps its shard open and must not starve engines.
         """
-        progress = self._progress()
-        if progress is not None and not progress.closed and self._all_sealed(progress):
-            # Sealed and not assembled: whoever sealed the last shard died before it said so.
-            send(self._app, broker.ASSEMBLE_BATCH, batch_id=self._manifest.batch_id, run=self._run)
-            return 0
         published = 0
-        while published != at_most and (shard := self._next()) is not None:
+        while published != at_most:
+            progress = self._ledger.progress(self._manifest.batch_id, self._run)
+            if progress is None or progress.closed:
+                break
+            shard = self._shards[progress.frontier] if progress.frontier < len(self._shards) else None
+            # `first` requests lie before the frontier, so so many were published.
+            if shard is None or shard.first - progress.finished >= self._window:
+                if not published:
+                    self._assemble_if_sealed()
+                break
             if not self._ledger.claim_shard(self._manifest.batch_id, self._run, shard.number):
                 continue  # another feeder took it
             if self._ledger.is_sealed(self._manifest.batch_id, self._run, shard.number):
@@ -89,19 +93,10 @@ class Feeder:
             published += 1
         return published
 
-    def _progress(self) -> Progress | None:
-        return self._ledger.progress(self._manifest.batch_id, self._run)
-
-    def _all_sealed(self, progress: Progress) -> bool:
-        return self._ledger.sealed_count(self._manifest.batch_id, self._run) >= progress.shards
-
-    def _next(self) -> Shard | None:
-        progress = self._progress()
-        if progress is None or progress.closed or progress.frontier >= len(self._shards):
-            return None
-        shard = self._shards[progress.frontier]
-        # `first` requests lie before the frontier, so so many were published.
-        return shard if shard.first - progress.finished < self._window else None
+    def _assemble_if_sealed(self) -> None:
+        """Sealed and not assembled: whoever sealed the last shard died before it said so."""
+        if self._ledger.sealed_count(self._manifest.batch_id, self._run) >= len(self._shards):
+            send(self._app, broker.ASSEMBLE_BATCH, batch_id=self._manifest.batch_id, run=self._run)
 
 
 def publish_shard(

@@ -27,6 +27,7 @@ import threading
 import time
 import uuid
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import redis
@@ -77,6 +78,34 @@ class _Watched:
 
     gaps: dict[int, _Gap] = field(default_factory=dict)
     full: set[int] = field(default_factory=set)
+
+
+class _QueueLook:
+    """One look at a queue, shared by all gaps: each question is asked once, and one marker serves them all."""
+
+    def __init__(self, app: Celery, ledger: Ledger, queue: str) -> None:
+        self._app = app
+        self._ledger = ledger
+        self._queue = queue
+
+    @cached_property
+    def has_workers(self) -> bool:
+        """Whether somebody consumes it."""
+        return any(worker.queue == self._queue and worker.state == "ready" for worker in self._ledger.workers())
+
+    @cached_property
+    def is_empty(self) -> bool:
+        """Whether nothing waits in it."""
+        return self._ledger.queue_length(self._queue) == 0
+
+    @cached_property
+    def marker(self) -> str:
+        """The id of a marker message, sent when it is first asked for."""
+        marker = uuid.uuid4().hex
+        self._app.send_task(
+            broker.MARKER, kwargs={"marker": marker}, queue=self._queue, ignore_result=True, kwargsrepr="-"
+        )
+        return marker
 
 
 class Watchdog:
@@ -182,14 +211,14 @@ class Watchdog:
 
     def _fill_gaps(self, manifest: Manifest, unrecorded: list[tuple[Shard, set[int]]], watched: _Watched) -> None:
         gaps = {}
-        workers_wait = self._workers_wait()
+        queue = _QueueLook(self._app, self._ledger, self._queue)
         for shard, indexes in unrecorded:
             missing = indexes - self._ledger.running(manifest.batch_id, FIRST_RUN, shard.number)
             if not missing:
                 continue
             gap = watched.gaps.get(shard.number) or _Gap(time.monotonic(), 2 * self._lease_s + SWEEP_S)
             gaps[shard.number] = gap
-            if not workers_wait or not self._queue_passed(gap):
+            if not queue.has_workers or not self._queue_passed(gap, queue):
                 gap.since = time.monotonic()
             elif time.monotonic() - gap.since >= gap.wait_s:
                 logger.warning(
@@ -200,19 +229,11 @@ class Watchdog:
                 gaps[shard.number] = _Gap(time.monotonic(), 2 * gap.wait_s)
         watched.gaps = gaps
 
-    def _workers_wait(self) -> bool:
-        return any(worker.queue == self._queue and worker.state == "ready" for worker in self._ledger.workers())
-
-    def _queue_passed(self, gap: _Gap) -> bool:
+    def _queue_passed(self, gap: _Gap, queue: _QueueLook) -> bool:
         """Whether the queue has passed what was sent to it before the gap was seen."""
-        if gap.marker and self._ledger.marker_passed(gap.marker):
-            return True
-        if self._ledger.queue_length(self._queue) == 0:
+        if (gap.marker and self._ledger.marker_passed(gap.marker)) or queue.is_empty:
             return True
         # A marker can get lost too, in a queue that is never seen empty: after a while another one is sent.
         if not gap.marker or time.monotonic() - gap.marked_at > MARKER_LEASES * self._lease_s:
-            gap.marker, gap.marked_at = uuid.uuid4().hex, time.monotonic()
-            self._app.send_task(
-                broker.MARKER, kwargs={"marker": gap.marker}, queue=self._queue, ignore_result=True, kwargsrepr="-"
-            )
+            gap.marker, gap.marked_at = queue.marker, time.monotonic()
         return False
