@@ -16,6 +16,7 @@ import json
 import re
 import sys
 import uuid
+from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import from_json, to_json
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from common.failures import Failure
 
 #: How a row that succeeded ends; no failed row does.
@@ -233,29 +236,44 @@ class RequestCounts(Record):
 
 
 class Usage(Record):
-    """Tokens of all rows of a batch, as the rows' own `usage` counts them."""
+    """Tokens of all rows of a batch, as the rows' own `usage` counts them; rows that a later run replaced count too."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
+    def plus(self, other: Usage) -> Usage:
+        """The sum of both."""
+        return Usage(
+            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
+            completion_tokens=self.completion_tokens + other.completion_tokens,
+        )
 
-class Shard(Record):
-    """A run of consecutive requests that become one chord and one part. `first` is an index of the batch."""
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Requests of a run that become one chord and one part.
+
+    `number` counts the run's shards from 0, `before` the run's requests in front of it. Its lines lie in the input
+    shard `source`, whose first line has the index `first`. `indexes` are ascending indexes of the batch: all of the
+    input shard's in run 1, some of them in a later run.
+    """
 
     number: int
+    before: int
+    source: int
     first: int
-    count: int
+    indexes: Sequence[int]
 
     @property
-    def indexes(self) -> range:
-        """The indexes of the shard's requests."""
-        return range(self.first, self.first + self.count)
+    def count(self) -> int:
+        """How many requests it has."""
+        return len(self.indexes)
 
 
 class Manifest(Record):
     """What a batch is: written once, last of all at submit, and never changed. It exists: the batch is durable.
 
-    `counts` holds the number of requests of each shard of run 1, in order.
+    `counts` holds the number of requests of each input shard, in order; each is a shard of run 1.
     `digest` is over the file's bytes and what changes rows, see `producer.intake`.
     """
 
@@ -271,17 +289,79 @@ class Manifest(Record):
     expires_at: int | None = None
     metadata: dict[str, str] = Field(default_factory=dict)
 
-    def shard(self, number: int) -> Shard:
-        """The shard with this number. O(number): for single look-ups; see `shards` for all."""
-        return Shard(number=number, first=sum(self.counts[:number]), count=self.counts[number])
 
-    def shards(self) -> list[Shard]:
-        """All shards, in order."""
-        shards, first = [], 0
-        for number, count in enumerate(self.counts):
-            shards.append(Shard(number=number, first=first, count=count))
-            first += count
-        return shards
+class RunStart(Record):
+    """What a later run runs: created once, the first one wins. It exists: the run is durable.
+
+    `spans` holds the run's indexes as (first index, number of consecutive ones), ascending.
+    """
+
+    at: int
+    spans: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a batch: run 1 is the whole file, a later one some of its requests (`RunStart`)."""
+
+    manifest: Manifest
+    number: int
+    shards: tuple[Shard, ...]
+    total: int
+    expires_at: int | None = None
+
+    @property
+    def batch_id(self) -> str:
+        """The batch's id."""
+        return self.manifest.batch_id
+
+
+#: The run that a submit makes.
+FIRST_RUN = 1
+
+
+def first_run(manifest: Manifest) -> Run:
+    """The run of the whole file."""
+    shards, first = [], 0
+    for number, count in enumerate(manifest.counts):
+        shards.append(Shard(number, before=first, source=number, first=first, indexes=range(first, first + count)))
+        first += count
+    return Run(manifest, FIRST_RUN, tuple(shards), manifest.total, manifest.expires_at)
+
+
+def later_run(manifest: Manifest, number: int, start: RunStart) -> Run:
+    """A run of some of the batch's requests, cut where the input's shards are, so that their lines stay where they are.
+
+    Shards without a request are left out; the others are numbered anew.
+    """
+    spans = deque(start.spans)
+    shards: list[Shard] = []
+    first = before = 0
+    for source, count in enumerate(manifest.counts):
+        indexes: list[int] = []
+        end = first + count
+        while spans and spans[0][0] < end:
+            at, length = spans.popleft()
+            inside = min(length, end - at)
+            indexes.extend(range(at, at + inside))
+            if inside < length:
+                spans.appendleft((end, length - inside))
+        if indexes:
+            shards.append(Shard(len(shards), before=before, source=source, first=first, indexes=tuple(indexes)))
+            before += len(indexes)
+        first = end
+    return Run(manifest, number, tuple(shards), before)
+
+
+def spans_of(indexes: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Ascending indexes as (first index, number of consecutive ones)."""
+    spans: list[tuple[int, int]] = []
+    for index in indexes:
+        if spans and sum(spans[-1]) == index:
+            spans[-1] = (spans[-1][0], spans[-1][1] + 1)
+        else:
+            spans.append((index, 1))
+    return tuple(spans)
 
 
 class RunEnding(Record):

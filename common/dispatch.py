@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from celery import Celery
 
-    from common.batch import Manifest, Shard
+    from common.batch import Run, Shard
     from common.ledger import Ledger
     from common.store import ObjectStore
 
@@ -54,120 +54,104 @@ class Feeder:
         app: Celery,
         ledger: Ledger,
         store: ObjectStore,
-        manifest: Manifest,
+        run: Run,
         *,
-        run: int = 1,
         window: int,
         queue: str,
     ) -> None:
         self._app = app
         self._ledger = ledger
         self._store = store
-        self._manifest = manifest
         self._run = run
         self._window = window
         self._queue = queue
-        self._shards = manifest.shards()
 
     def feed(self, at_most: int | None = None) -> int:
         """Publish shards until `window` requests are published and not finished; returns how many shards.
 
         Unfinished requests count, not open shards: one straggler keeps its shard open and must not starve engines.
         """
+        batch_id, run, shards = self._run.batch_id, self._run.number, self._run.shards
         published = 0
         while published != at_most:
-            progress = self._ledger.progress(self._manifest.batch_id, self._run)
+            progress = self._ledger.progress(batch_id, run)
             if progress is None or progress.closed:
                 break
-            shard = self._shards[progress.frontier] if progress.frontier < len(self._shards) else None
-            # `first` requests lie before the frontier, so so many were published.
-            if shard is None or shard.first - progress.finished >= self._window:
+            shard = shards[progress.frontier] if progress.frontier < len(shards) else None
+            # `before` requests lie before the frontier, so so many were published.
+            if shard is None or shard.before - progress.finished >= self._window:
                 if not published:
                     self._assemble_if_sealed()
                 break
-            if not self._ledger.claim_shard(self._manifest.batch_id, self._run, shard.number):
+            if not self._ledger.claim_shard(batch_id, run, shard.number):
                 continue  # another feeder took it
-            if self._ledger.is_sealed(self._manifest.batch_id, self._run, shard.number):
+            if self._ledger.is_sealed(batch_id, run, shard.number):
                 continue  # done before Redis lost the run, and known from its part
-            publish_shard(self._app, self._store, self._manifest, shard, run=self._run, queue=self._queue)
+            publish_shard(self._app, self._store, self._run, shard, queue=self._queue)
             published += 1
         return published
 
     def _assemble_if_sealed(self) -> None:
         """Sealed and not assembled: whoever sealed the last shard died before it said so."""
-        if self._ledger.sealed_count(self._manifest.batch_id, self._run) >= len(self._shards):
-            send(self._app, broker.ASSEMBLE_BATCH, batch_id=self._manifest.batch_id, run=self._run)
+        run = self._run
+        if self._ledger.sealed_count(run.batch_id, run.number) >= len(run.shards):
+            send(self._app, broker.ASSEMBLE_BATCH, batch_id=run.batch_id, run=run.number)
 
 
-def publish_shard(
-    app: Celery, store: ObjectStore, manifest: Manifest, shard: Shard, *, run: int = 1, queue: str
-) -> None:
+def publish_shard(app: Celery, store: ObjectStore, run: Run, shard: Shard, *, queue: str) -> None:
     """Send a shard's chord: its requests in order, and `seal_shard` when all of them returned their receipt.
 
     Raises kombu's `OperationalError` when the broker is away; messages that were flushed before stay.
     """
-    batch_id = manifest.batch_id
-    group_id = _derived_id(batch_id, run, shard.number)
+    batch_id, number = run.batch_id, run.number
+    group_id = _derived_id(batch_id, number, shard.number)
     body = app.signature(
         broker.SEAL_SHARD,
-        kwargs={"batch_id": batch_id, "run": run, "shard": shard.number},
+        kwargs={"batch_id": batch_id, "run": number, "shard": shard.number},
         options={
-            "task_id": _derived_id(batch_id, run, shard.number, "seal"),
+            "task_id": _derived_id(batch_id, number, shard.number, "seal"),
             "queue": AGGREGATE_QUEUE,
             "argsrepr": "-",
-            "kwargsrepr": f"{batch_id}/{run}/{shard.number}",
+            "kwargsrepr": f"{batch_id}/{number}/{shard.number}",
         },
     )
     app.backend.set_chord_size(group_id, shard.count)
     with app.producer_pool.acquire(block=True) as producer, producer.batch(max_size=PUBLISH_BATCH):
-        for position, line in enumerate(_lines(store, layout.shard_input(batch_id, run, shard.number))):
-            index = shard.first + position
+        for position, (index, line) in enumerate(shard_lines(store, run, shard)):
             _send_request(
                 app,
                 producer,
-                batch_id,
                 run,
                 shard,
                 index,
                 line,
                 queue=queue,
-                task_id=_derived_id(batch_id, run, shard.number, index),
+                task_id=_derived_id(batch_id, number, shard.number, index),
                 group_id=group_id,
                 group_index=position,
                 chord=body,
             )
 
 
-def republish(
-    app: Celery,
-    store: ObjectStore,
-    manifest: Manifest,
-    shard: Shard,
-    indexes: Collection[int],
-    *,
-    run: int = 1,
-    queue: str,
-) -> None:
+def republish(app: Celery, store: ObjectStore, run: Run, shard: Shard, indexes: Collection[int], *, queue: str) -> None:
     """Send requests of a shard again, as plain tasks with fresh ids and no chord.
 
     Celery's chord keeps done marks and sizes that would swallow a second publishing. Whoever records the shard's last
     row sends `seal_shard`; with no index missing it is sent at once.
     """
     if not indexes:
-        send(app, broker.SEAL_SHARD, batch_id=manifest.batch_id, run=run, shard=shard.number)
+        send(app, broker.SEAL_SHARD, batch_id=run.batch_id, run=run.number, shard=shard.number)
         return
     with app.producer_pool.acquire(block=True) as producer, producer.batch(max_size=PUBLISH_BATCH):
-        for position, line in enumerate(_lines(store, layout.shard_input(manifest.batch_id, run, shard.number))):
-            index = shard.first + position
+        for index, line in shard_lines(store, run, shard):
             if index in indexes:
-                _send_request(app, producer, manifest.batch_id, run, shard, index, line, queue=queue)
+                _send_request(app, producer, run, shard, index, line, queue=queue)
 
 
 def _send_request(
     app: Celery,
     producer: Any,
-    batch_id: str,
-    run: int,
+    run: Run,
     shard: Shard,
     index: int,
     line: str,
@@ -178,8 +162,8 @@ def _send_request(
     app.send_task(
         broker.RUN_REQUEST,
         kwargs={
-            "batch_id": batch_id,
-            "run": run,
+            "batch_id": run.batch_id,
+            "run": run.number,
             "shard": shard.number,
             "index": index,
             "count": shard.count,
@@ -191,15 +175,18 @@ def _send_request(
         retry=False,
         # Celery would put the prompt here, for Flower and the logs to show.
         argsrepr="-",
-        kwargsrepr=f"{batch_id}/{run}/{shard.number}/{index}",
+        kwargsrepr=f"{run.batch_id}/{run.number}/{shard.number}/{index}",
         **options,
     )
 
 
-def _lines(store: ObjectStore, name: str) -> Iterator[str]:
-    with store.open(name) as file:
-        for raw in file:
-            yield raw.rstrip(b"\n").decode("utf-8")
+def shard_lines(store: ObjectStore, run: Run, shard: Shard) -> Iterator[tuple[int, str]]:
+    """The index and the line (no line end) of each request of a shard, in order."""
+    wanted = shard.indexes if isinstance(shard.indexes, range) else frozenset(shard.indexes)
+    with store.open(layout.shard_input(run.batch_id, shard.source)) as file:
+        for index, raw in enumerate(file, start=shard.first):
+            if index in wanted:
+                yield index, raw.rstrip(b"\n").decode("utf-8")
 
 
 def _derived_id(*parts: object) -> str:

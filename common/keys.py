@@ -12,6 +12,7 @@
     fleet:<batch>:<run>:strikes:<shard> hash   index -> workers or engines that died while they ran it
     fleet:worker:<worker>              string  JSON heartbeat of a live worker, with a TTL
     fleet:workers                      zset    worker -> time of its last heartbeat, with a TTL
+    fleet:reopened                     set     ids of batches with an open run after the first
     fleet:watchdog                     string  who is the watchdog now, with a TTL
     fleet:marker:<marker>              string  a marker message was consumed, with a TTL
 
@@ -25,6 +26,7 @@ CLOSED_TTL_S = 24 * 3600
 
 WORKERS = "fleet:workers"
 WATCHDOG = "fleet:watchdog"
+REOPENED = "fleet:reopened"
 
 #: `worker(worker_id)` is this and the id; the ledger's scripts look the owner of a mark up by it.
 WORKER_PREFIX = "fleet:worker:"

@@ -1,12 +1,15 @@
 """Names inside a batch directory. Every name of an object in the store is made here and nowhere else.
 
 batches/<batch_id>/manifest.json              what the batch is; written last at submit, never changed
-batches/<batch_id>/runs/<run>/input/00000.jsonl   the lines of a shard, as the user wrote them
+batches/<batch_id>/runs/1/input/00000.jsonl   the lines of a shard, as the user wrote them; later runs read them too
 batches/<batch_id>/runs/<run>/parts/00000.jsonl   its sealed rows; created once, the first one wins
+batches/<batch_id>/runs/<run>/start.json      which requests a later run runs; created once, the first one wins
 batches/<batch_id>/runs/<run>/ending.json     that the run is to end early, and how; created once, the first one wins
 batches/<batch_id>/runs/<run>/end.json        how the run ended; created once, the first one wins
-batches/<batch_id>/output.jsonl               all rows, in the input's order
+batches/<batch_id>/output.jsonl               all rows, in the input's order, as run 1 left them
 batches/<batch_id>/errors.jsonl               the failed ones among them
+batches/<batch_id>/runs/<run>/output.jsonl    all rows, in the input's order, as a later run left them
+batches/<batch_id>/runs/<run>/errors.jsonl    the failed ones among them
 pointers/<digest>/000001                      id of a batch of this digest; created once, the highest number is in force
 """
 
@@ -44,9 +47,19 @@ def manifest(batch_id: str) -> str:
     return f"{BATCHES}/{batch_id}/manifest.json"
 
 
-def shard_input(batch_id: str, run: int, shard: int) -> str:
-    """The input lines of a shard."""
-    return f"{BATCHES}/{batch_id}/runs/{run}/input/{shard:05d}.jsonl"
+def runs(batch_id: str) -> str:
+    """The folder of a batch's runs."""
+    return f"{BATCHES}/{batch_id}/runs"
+
+
+def start(batch_id: str, run: int) -> str:
+    """Which requests a later run runs."""
+    return f"{runs(batch_id)}/{run}/start.json"
+
+
+def shard_input(batch_id: str, shard: int) -> str:
+    """The lines of an input shard."""
+    return f"{runs(batch_id)}/1/input/{shard:05d}.jsonl"
 
 
 def parts(batch_id: str, run: int) -> str:
@@ -69,14 +82,19 @@ def end(batch_id: str, run: int) -> str:
     return f"{BATCHES}/{batch_id}/runs/{run}/end.json"
 
 
-def output(batch_id: str) -> str:
-    """The assembled output."""
-    return f"{BATCHES}/{batch_id}/output.jsonl"
+def _of_run(batch_id: str, run: int, name: str) -> str:
+    """What each run has of its own, so that a late writer of an earlier run changes nothing."""
+    return f"{BATCHES}/{batch_id}/{name}" if run == 1 else f"{runs(batch_id)}/{run}/{name}"
 
 
-def errors(batch_id: str) -> str:
+def output(batch_id: str, run: int) -> str:
+    """The assembled output, as this run left it."""
+    return _of_run(batch_id, run, "output.jsonl")
+
+
+def errors(batch_id: str, run: int) -> str:
     """The failed rows of the output."""
-    return f"{BATCHES}/{batch_id}/errors.jsonl"
+    return _of_run(batch_id, run, "errors.jsonl")
 
 
 def pointers(digest: str) -> str:

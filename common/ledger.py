@@ -261,7 +261,7 @@ class Ledger:
         """Move the frontier past `shard` if it stands there. Who gets True publishes the shard; nobody else does."""
         return bool(self._claim.call((keys.head(batch_id, run),), (shard,)))
 
-    def rows(self, batch_id: str, run: int, shard: int, indexes: range) -> Iterator[bytes | None]:
+    def rows(self, batch_id: str, run: int, shard: int, indexes: Sequence[int]) -> Iterator[bytes | None]:
         """The recorded rows of a shard in order, read in slices; None where a row is missing."""
         key = keys.rows(batch_id, run, shard)
         for start in range(0, len(indexes), SLICE):
@@ -314,8 +314,18 @@ class Ledger:
         """Close the run: deliveries are answered as done, and what is left expires."""
         prefixes = [key(batch_id, run, 0)[:-1] for key in (keys.rows, keys.marks, keys.calls, keys.strikes)]
         self._close.call((keys.head(batch_id, run), keys.sealed(batch_id, run)), (status, keys.CLOSED_TTL_S, *prefixes))
+        self._client.srem(keys.REOPENED, batch_id)
 
-    def missing(self, batch_id: str, run: int, shard: int, indexes: range) -> set[int]:
+    def note_reopened(self, batch_id: str) -> None:
+        """Tell the watchdog, who looks at closed batches only now and then, of a run after the first."""
+        self._client.sadd(keys.REOPENED, batch_id)
+
+    def reopened(self) -> set[str]:
+        """Batches with an open run after the first, by what was noted."""
+        members: Any = self._client.smembers(keys.REOPENED)
+        return {member.decode() for member in members}
+
+    def missing(self, batch_id: str, run: int, shard: int, indexes: Sequence[int]) -> set[int]:
         """Indexes of an unsealed shard that are not recorded. Asks for the rows' names alone: rows may be large."""
         recorded: Any = self._client.hkeys(keys.rows(batch_id, run, shard))
         return set(indexes).difference(map(int, recorded))

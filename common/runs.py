@@ -1,9 +1,13 @@
 """A run of a batch, as the store knows it: the manifest, the parts, the end, and the way back into Redis.
 
-Owns: reading and writing the records of a batch directory, `restore`, and the state of a batch.
+Owns: reading and writing the records of a batch directory, its runs, `restore`, and the state of a batch.
 Must not know: Celery, engines, the command line.
 On failure: raises what the store and Redis raise. The store is the truth; Redis only holds what is in flight, so
 everything here can be called at any time, by anybody, twice.
+
+    run 1 (the file) ──closed──▶ run 2 (some of its requests) ──closed──▶ run 3 …
+
+A batch is as its newest run is. A run starts after the one before it has closed, and rests on the output of that one.
 """
 
 from __future__ import annotations
@@ -15,18 +19,30 @@ from typing import TYPE_CHECKING, TypeVar
 from pydantic_core import from_json
 
 from common import layout
-from common.batch import BatchStatus, Manifest, Record, RequestCounts, RunEnd, RunEnding, Usage, row_failed
+from common.batch import (
+    FIRST_RUN,
+    BatchStatus,
+    Manifest,
+    Record,
+    RequestCounts,
+    Run,
+    RunEnd,
+    RunEnding,
+    RunStart,
+    Usage,
+    first_run,
+    later_run,
+    row_failed,
+    spans_of,
+)
 from common.dispatch import feed_step
 from common.errors import NoSuchBatchError, ObjectMissingError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable, Iterator
 
     from common.ledger import Ledger
     from common.store import ObjectStore
-
-#: The run that a submit makes.
-FIRST_RUN = 1
 
 Kind = TypeVar("Kind", bound=Record)
 
@@ -55,27 +71,71 @@ def _create(store: ObjectStore, name: str, record: Kind) -> Kind:
     return won
 
 
-def read_end(store: ObjectStore, batch_id: str, run: int = FIRST_RUN) -> RunEnd | None:
+def read_run(store: ObjectStore, manifest: Manifest, number: int) -> Run:
+    """A run of the batch by its number. Raises `NoSuchBatchError` when there is none."""
+    if number == FIRST_RUN:
+        return first_run(manifest)
+    start = _read(store, layout.start(manifest.batch_id, number), RunStart)
+    if start is None:
+        raise NoSuchBatchError(f"there is no run {number} of {manifest.batch_id} in {store.uri}")
+    return later_run(manifest, number, start)
+
+
+def newest_run(store: ObjectStore, manifest: Manifest) -> Run:
+    """The run that says how the batch stands."""
+    # A folder without its record is a run that is being started, or whose start broke off.
+    for number in sorted(map(int, store.names(layout.runs(manifest.batch_id))), reverse=True):
+        if number != FIRST_RUN and (start := _read(store, layout.start(manifest.batch_id, number), RunStart)):
+            return later_run(manifest, number, start)
+    return first_run(manifest)
+
+
+def start_run(store: ObjectStore, before: Run, indexes: Iterable[int]) -> Run:
+    """Start the run after `before`, which has closed, over ascending indexes of the batch.
+
+    Of two that start it at once the first wins; the run that won is returned.
+    """
+    number = before.number + 1
+    start = RunStart(at=now(), spans=spans_of(indexes))
+    won = _create(store, layout.start(before.batch_id, number), start)
+    return later_run(before.manifest, number, won)
+
+
+def failed_indexes(store: ObjectStore, closed: Run, codes: Collection[str] | None = None) -> Iterator[int]:
+    """Indexes of the failed rows in the output of a closed run, ascending; with `codes` only those of these codes."""
+    with store.open(layout.output(closed.batch_id, closed.number)) as rows:
+        for index, row in enumerate(rows):
+            if row_failed(row) and (codes is None or failure_code(row) in codes):
+                yield index
+
+
+def failure_code(row: bytes) -> str:
+    """The failure's code of a failed row."""
+    code: str = from_json(row)["error"]["code"]
+    return code
+
+
+def read_end(store: ObjectStore, batch_id: str, run: int) -> RunEnd | None:
     """How the run ended, or None while it is open."""
     return _read(store, layout.end(batch_id, run), RunEnd)
 
 
-def write_end(store: ObjectStore, batch_id: str, end: RunEnd, run: int = FIRST_RUN) -> RunEnd:
+def write_end(store: ObjectStore, batch_id: str, run: int, end: RunEnd) -> RunEnd:
     """Close the run; returns the end that won, which may be an earlier one."""
     return _create(store, layout.end(batch_id, run), end)
 
 
-def read_ending(store: ObjectStore, batch_id: str, run: int = FIRST_RUN) -> RunEnding | None:
+def read_ending(store: ObjectStore, batch_id: str, run: int) -> RunEnding | None:
     """How the run is to end early, or None."""
     return _read(store, layout.ending(batch_id, run), RunEnding)
 
 
-def write_ending(store: ObjectStore, batch_id: str, status: BatchStatus, run: int = FIRST_RUN) -> RunEnding:
+def write_ending(store: ObjectStore, batch_id: str, run: int, status: BatchStatus) -> RunEnding:
     """Wish that the run ends early; returns the wish that won, which may be an earlier one."""
     return _create(store, layout.ending(batch_id, run), RunEnding(status=status, at=now()))
 
 
-def sealed_shards(store: ObjectStore, batch_id: str, run: int = FIRST_RUN) -> set[int]:
+def sealed_shards(store: ObjectStore, batch_id: str, run: int) -> set[int]:
     """Numbers of the shards whose part exists."""
     return {int(name.partition(".")[0]) for name in store.names(layout.parts(batch_id, run))}
 
@@ -88,6 +148,11 @@ class Tally:
     failed: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+
+    @property
+    def usage(self) -> Usage:
+        """The tokens."""
+        return Usage(prompt_tokens=self.prompt_tokens, completion_tokens=self.completion_tokens)
 
     def add(self, rows: Iterable[bytes]) -> None:
         """Count rows, one line each."""
@@ -109,23 +174,23 @@ def _tally(store: ObjectStore, batch_id: str, run: int, sealed: Iterable[int]) -
     return tally
 
 
-def restore(store: ObjectStore, ledger: Ledger, manifest: Manifest, *, run: int = FIRST_RUN, window: int) -> bool:
+def restore(store: ObjectStore, ledger: Ledger, run: Run, *, window: int) -> bool:
     """Write the run's head into Redis from what the store holds; False when Redis has it already.
 
     Counters are counted from the parts. Rows of shards that were not sealed are gone with Redis and run again.
     A run that ended comes back closed, so that late deliveries are answered.
     """
-    batch_id = manifest.batch_id
-    if ledger.progress(batch_id, run) is not None:
+    batch_id, number = run.batch_id, run.number
+    if ledger.progress(batch_id, number) is not None:
         return False
-    end = read_end(store, batch_id, run)
-    sealed = sealed_shards(store, batch_id, run)
-    tally = _tally(store, batch_id, run, sealed)
+    end = read_end(store, batch_id, number)
+    sealed = sealed_shards(store, batch_id, number)
+    tally = _tally(store, batch_id, number, sealed)
     written = ledger.restore(
         batch_id,
-        run,
-        total=manifest.total,
-        shards=len(manifest.counts),
+        number,
+        total=run.total,
+        shards=len(run.shards),
         step=feed_step(window),
         sealed=sealed,
         finished=tally.completed + tally.failed,
@@ -134,51 +199,79 @@ def restore(store: ObjectStore, ledger: Ledger, manifest: Manifest, *, run: int 
         completion_tokens=tally.completion_tokens,
     )
     if end is not None:
-        ledger.close(batch_id, run, end.status.value)
-    elif (ending := read_ending(store, batch_id, run)) is not None:
-        ledger.set_ending(batch_id, run, ending.status.value)
+        ledger.close(batch_id, number, end.status.value)
+    elif (ending := read_ending(store, batch_id, number)) is not None:
+        ledger.set_ending(batch_id, number, ending.status.value)
     return written
 
 
-def reconcile(store: ObjectStore, ledger: Ledger, manifest: Manifest, run: int = FIRST_RUN) -> None:
+def reconcile(store: ObjectStore, ledger: Ledger, run: Run) -> None:
     """Tell the ledger of parts that it does not know as sealed: their sealer died between creating and noting them."""
-    for shard in sealed_shards(store, manifest.batch_id, run) - ledger.sealed(manifest.batch_id, run):
-        ledger.note_sealed(manifest.batch_id, run, shard)
+    for shard in sealed_shards(store, run.batch_id, run.number) - ledger.sealed(run.batch_id, run.number):
+        ledger.note_sealed(run.batch_id, run.number, shard)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchState:
-    """Where a batch stands. `known` is False when Redis does not know an open run: the counts are the parts' then."""
+    """Where a batch stands, by its newest run.
 
-    manifest: Manifest
+    `known` is False when Redis does not know an open run: the counts are the parts' then.
+    """
+
+    run: Run
     status: BatchStatus
     counts: RequestCounts
     usage: Usage
     closed_at: int | None = None
     known: bool = True
 
+    @property
+    def manifest(self) -> Manifest:
+        """What the batch is."""
+        return self.run.manifest
 
-def state_of(store: ObjectStore, ledger: Ledger | None, manifest: Manifest, run: int = FIRST_RUN) -> BatchState:
-    """Where the batch stands, by its end if it has one, else by the ledger, else by its parts."""
-    batch_id = manifest.batch_id
-    end = read_end(store, batch_id, run)
+
+def state_of(store: ObjectStore, ledger: Ledger | None, manifest: Manifest) -> BatchState:
+    """Where the batch stands, by the newest run's end if it has one, else by the ledger, else by its parts."""
+    return state_of_run(store, ledger, newest_run(store, manifest))
+
+
+def state_of_run(store: ObjectStore, ledger: Ledger | None, run: Run) -> BatchState:
+    """Where the batch stands with this run as its newest one."""
+    end = read_end(store, run.batch_id, run.number)
     if end is not None:
-        return BatchState(manifest, end.status, end.counts, end.usage, closed_at=end.at)
-    progress = ledger.progress(batch_id, run) if ledger is not None else None
+        return BatchState(run, end.status, end.counts, end.usage, closed_at=end.at)
+    progress = ledger.progress(run.batch_id, run.number) if ledger is not None else None
+    status = BatchStatus.IN_PROGRESS
     if progress is None:
-        tally = _tally(store, batch_id, run, sealed_shards(store, batch_id, run))
-        counts = RequestCounts(total=manifest.total, completed=tally.completed, failed=tally.failed)
-        usage = Usage(prompt_tokens=tally.prompt_tokens, completion_tokens=tally.completion_tokens)
-        return BatchState(manifest, BatchStatus.IN_PROGRESS, counts, usage, known=False)
-    if progress.ending == BatchStatus.CANCELLED.value:
-        status = BatchStatus.CANCELLING
-    elif progress.ending or progress.finished >= progress.total:
-        status = BatchStatus.FINALIZING
+        tally = _tally(store, run.batch_id, run.number, sealed_shards(store, run.batch_id, run.number))
     else:
-        status = BatchStatus.IN_PROGRESS
-    counts = RequestCounts(total=manifest.total, completed=progress.finished - progress.failed, failed=progress.failed)
-    usage = Usage(prompt_tokens=progress.prompt_tokens, completion_tokens=progress.completion_tokens)
-    return BatchState(manifest, status, counts, usage)
+        tally = Tally(
+            completed=progress.finished - progress.failed,
+            failed=progress.failed,
+            prompt_tokens=progress.prompt_tokens,
+            completion_tokens=progress.completion_tokens,
+        )
+        if progress.ending == BatchStatus.CANCELLED.value:
+            status = BatchStatus.CANCELLING
+        elif progress.ending or progress.finished >= progress.total:
+            status = BatchStatus.FINALIZING
+    counts, usage = _on_top(store, run, tally)
+    return BatchState(run, status, counts, usage, known=progress is not None)
+
+
+def _on_top(store: ObjectStore, run: Run, tally: Tally) -> tuple[RequestCounts, Usage]:
+    """The batch's counts while a run is open: a later one replaces failed rows of the run before it."""
+    counts, usage = RequestCounts(total=run.manifest.total), Usage()
+    if run.number != FIRST_RUN and (before := read_end(store, run.batch_id, run.number - 1)) is not None:
+        counts, usage = before.counts, before.usage
+        counts = counts.model_copy(update={"failed": counts.failed - run.total})
+    return (
+        RequestCounts(
+            total=counts.total, completed=counts.completed + tally.completed, failed=counts.failed + tally.failed
+        ),
+        usage.plus(tally.usage),
+    )
 
 
 def now() -> int:

@@ -1,4 +1,4 @@
-"""The command `producer`: submit, check, status, list, resume, cancel, fetch.
+"""The command `producer`: submit, check, status, list, resume, retry, cancel, fetch.
 
 Owns: the command line, exit codes, and what is printed where: results on stdout, everything for people on stderr.
 On failure: one line per problem, never a traceback; see `contract` in the README for the exit codes.
@@ -19,15 +19,16 @@ from typing import TYPE_CHECKING, NoReturn
 import redis
 
 from common import broker, layout
-from common.batch import CLOSED, dumps
+from common.batch import CLOSED, FIRST_RUN, BatchStatus, dumps, first_run
 from common.errors import (
     BrokerUnavailableError,
     FleetError,
     InputRefusedError,
     UsageError,
 )
+from common.failures import FailureKind
 from common.ledger import Ledger
-from common.runs import BatchState, read_end, read_manifest, state_of
+from common.runs import BatchState, newest_run, read_end, read_manifest, state_of
 from common.settings import FleetSettings, WorkerSettings, load
 from common.store import open_store
 from producer import control, intake
@@ -38,6 +39,7 @@ from producer.progress import Progress
 from producer.submission import (
     EXIT_ERROR,
     EXIT_OK,
+    Again,
     Submission,
     exit_code,
     print_result,
@@ -49,6 +51,12 @@ if TYPE_CHECKING:
 
     from common.store import ObjectStore
 
+
+#: Commands that run an engine, with --local.
+_WITH_FLAGS = frozenset({"submit", "resume", "retry"})
+
+#: What `resume` runs of a batch that ended early.
+_UNFINISHED = frozenset({FailureKind.CANCELLED.code, FailureKind.EXPIRED.code})
 
 #: Options of `worker serve` that are the local fleet's business.
 _OURS = frozenset({"--engine", "--queue", "--loglevel"})
@@ -76,12 +84,20 @@ def build_parser() -> argparse.ArgumentParser:
     fetch.add_argument("batch", metavar="BATCH")
     fetch.add_argument("-o", "--output", required=True, metavar="OUT", help="where the rows go")
     fetch.add_argument("--errors", metavar="PATH", help="failed rows also go here")
-    resume = commands.add_parser("resume", allow_abbrev=False, help="attach to an open batch and wait for its rows")
-    resume.add_argument("batch", metavar="BATCH")
-    resume.add_argument("-o", "--output", metavar="OUT", help="default: the input's name with .out.jsonl")
-    resume.add_argument("--errors", metavar="PATH", help="failed rows also go here")
-    resume.add_argument("--detach", action="store_true", help="only see to it that the batch goes on; do not wait")
-    resume.add_argument("--json", action="store_true", help="print the final batch object on stdout")
+    _add_run(
+        commands,
+        "resume",
+        summary="attach to an open batch and wait for its rows; take a cancelled or expired one up again",
+        description="Attach to an open batch and wait for its rows. A batch that was cancelled or has expired is taken "
+        "up again: exactly the requests that were not finished are run.",
+    )
+    _add_run(
+        commands,
+        "retry",
+        summary="run the failed rows of a closed batch again",
+        description="Run the failed rows of a closed batch again, all of them, and replace the output by a complete "
+        "ordered one. Rows that succeeded are not touched.",
+    )
 
     cancel = commands.add_parser("cancel", allow_abbrev=False, help="end an open batch; finished rows are kept")
     cancel.add_argument("batch", metavar="BATCH")
@@ -107,15 +123,42 @@ def _add_submit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     submit.add_argument("-o", "--output", metavar="OUTPUT", help="default: INPUT's name with .out.jsonl")
     submit.add_argument("--errors", metavar="PATH", help="failed rows also go here")
     submit.add_argument("--detach", action="store_true", help="return as soon as the batch is durable; print its id")
-    submit.add_argument("--local", action="store_true", help="run everything on this machine, for this command only")
-    submit.add_argument("--model", metavar="M", help="with --local: what the worker serves")
-    submit.add_argument("--engine", choices=("vllm", "echo"), help="with --local; default: vllm")
-    submit.add_argument("--workers", type=int, metavar="N", help="with --local: worker processes; default: 1")
+    _add_local(submit)
     submit.add_argument("--new", action="store_true", help="a fresh batch, even if one of the same file is open")
     submit.add_argument(
         "--expires", type=_seconds, metavar="24h", help="rows not finished by then fail; default: never"
     )
     submit.add_argument("--json", action="store_true", help="print the final batch object on stdout")
+
+
+def _add_local(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--local", action="store_true", help="run everything on this machine, for this command only")
+    parser.add_argument("--model", metavar="M", help="with --local: what the worker serves")
+    parser.add_argument("--engine", choices=("vllm", "echo"), help="with --local; default: vllm")
+    parser.add_argument("--workers", type=int, metavar="N", help="with --local: worker processes; default: 1")
+
+
+def _add_run(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    *,
+    summary: str,
+    description: str,
+) -> None:
+    parser = commands.add_parser(
+        name,
+        allow_abbrev=False,
+        usage=f"producer {name} BATCH [-o OUTPUT] [options] [-- ENGINE FLAGS]",
+        help=summary,
+        description=description,
+    )
+    parser.add_argument("batch", metavar="BATCH")
+    parser.add_argument("-o", "--output", metavar="OUT", help="default: the input's name with .out.jsonl")
+    parser.add_argument("--errors", metavar="PATH", help="failed rows also go here")
+    parser.add_argument("--detach", action="store_true", help="only see to it that the batch goes on; do not wait")
+    _add_local(parser)
+    parser.add_argument("--json", action="store_true", help="print the final batch object on stdout")
+    parser.set_defaults(new=False, expires=None)
 
 
 def _seconds(text: str) -> int:
@@ -140,8 +183,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         arguments, flags = arguments[:at], arguments[at + 1 :]
     parser = build_parser()
     options = parser.parse_args(arguments)
-    if flags and options.command != "submit":
-        parser.error("only submit takes engine flags after --")
+    if flags and options.command not in _WITH_FLAGS:
+        parser.error("only submit, resume and retry take engine flags after --")
     raise_interrupted()
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell: nobody wants to read it
@@ -208,7 +251,8 @@ def _submit(options: argparse.Namespace, flags: list[str]) -> int:
         checked = intake.check(name, path, on_lines=lambda lines: progress.note(f"validating ({lines} lines)"))
         store = open_store(settings.store)
         digest = intake.batch_digest(checked, _rows_depend_on(options, flags))
-        attached = None if options.new else control.find_open(store, digest)
+        found = None if options.new else control.find_open(store, digest)
+        attached = None if found is None else first_run(found)
         submission = Submission(options, flags, settings, store, checked, digest, attached, output)
         if checked.total == 0:
             return submission.empty(progress)
@@ -284,8 +328,8 @@ def _stored_object(store: ObjectStore, state: BatchState) -> dict[str, object]:
     closed = state.status in CLOSED
     return shown_object(
         state,
-        output=f"{store.uri}/{layout.output(batch_id)}" if closed else None,
-        errors=f"{store.uri}/{layout.errors(batch_id)}" if closed and state.counts.failed else None,
+        output=f"{store.uri}/{layout.output(batch_id, state.run.number)}" if closed else None,
+        errors=f"{store.uri}/{layout.errors(batch_id, state.run.number)}" if closed and state.counts.failed else None,
     )
 
 
@@ -335,10 +379,11 @@ def _list(options: argparse.Namespace, _: list[str]) -> int:
 def _fetch(options: argparse.Namespace, _: list[str]) -> int:
     store, ledger = _stored(options)
     manifest = read_manifest(store, layout.checked_batch_id(options.batch))
-    for stored in (layout.output(manifest.batch_id), layout.errors(manifest.batch_id)):
+    run = newest_run(store, manifest)
+    for stored in (layout.output(run.batch_id, run.number), layout.errors(run.batch_id, run.number)):
         check_destinations(store.local_path(stored), options.output, options.errors)
     with contextlib.closing(Destination(options.output, options.errors)) as destination:
-        end = control.fetch(store, manifest, destination)
+        end = control.fetch(store, run, destination)
         if end is None:
             _say(_line(state_of(store, ledger, manifest)), "error: the batch is still open; its rows are not complete")
             return EXIT_ERROR
@@ -348,19 +393,30 @@ def _fetch(options: argparse.Namespace, _: list[str]) -> int:
     return exit_code(state)
 
 
-def _resume(options: argparse.Namespace, _: list[str]) -> int:
-    settings = load(FleetSettings).with_store()
-    store = open_store(settings.store)
+def _run_batch(options: argparse.Namespace, flags: list[str]) -> int:
+    """`resume` and `retry`: attach to the batch's open run, or start another one over rows that failed."""
+    settings = _settings(options, flags)
+    store = open_store(settings.store, create=False)
     manifest = read_manifest(store, layout.checked_batch_id(options.batch))
-    if (end := read_end(store, manifest.batch_id)) is not None:
-        _say(f"{manifest.batch_id} is {end.status.value} already; get its rows with producer fetch")
+    run, again = newest_run(store, manifest), None
+    end = read_end(store, run.batch_id, run.number)
+    if end is None and options.command == "retry" and run.number == FIRST_RUN:
+        raise UsageError(f"{run.batch_id} is still open: producer resume attaches to it")
+    if end is not None and options.command == "retry":
+        again = Again(run)
+    elif end is not None and end.status in (BatchStatus.CANCELLED, BatchStatus.EXPIRED):
+        again = Again(run, _UNFINISHED)
+    if end is not None and (again is None or not end.counts.failed):
+        nothing = "no row of it failed" if options.command == "retry" else "get its rows with producer fetch"
+        _say(f"{run.batch_id} is {end.status.value} already; {nothing}")
         return exit_code(state_of(store, None, manifest))
-    options.new = options.local = False
     output = "" if options.detach else options.output or default_output(manifest.input_name)
     if not options.detach:
         check_destinations(manifest.input_name, output, options.errors)
+    attached = run if again is None else None
     with Progress() as progress:
-        return Submission(options, [], settings, store, None, "", manifest, output).fleet(progress)
+        submission = Submission(options, flags, settings, store, None, "", attached, output, again=again)
+        return submission.local(progress) if options.local else submission.fleet(progress)
 
 
 def _cancel(options: argparse.Namespace, _: list[str]) -> int:
@@ -371,7 +427,7 @@ def _cancel(options: argparse.Namespace, _: list[str]) -> int:
         with contextlib.suppress(BrokerUnavailableError):
             fleet = control.Fleet.connect(load(FleetSettings), store)
     status = control.cancel(store, fleet, manifest)
-    if read_end(store, manifest.batch_id) is not None:
+    if state_of(store, None, manifest).closed_at is not None:
         _say(f"{manifest.batch_id} is {status.value} already")
     else:
         _say(f"{manifest.batch_id} is being cancelled; finished rows are kept")
@@ -383,7 +439,8 @@ _COMMANDS = {
     "check": _check,
     "status": _status,
     "list": _list,
-    "resume": _resume,
+    "resume": _run_batch,
+    "retry": _run_batch,
     "cancel": _cancel,
     "fetch": _fetch,
 }

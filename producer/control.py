@@ -21,20 +21,22 @@ import redis
 from kombu.exceptions import OperationalError
 
 from common import broker, layout
-from common.batch import CLOSED, BatchStatus, Manifest, RequestCounts, RunEnd, Usage
+from common.batch import CLOSED, FIRST_RUN, BatchStatus, Manifest, RequestCounts, Run, RunEnd, Usage
 from common.dispatch import Feeder, republish, send
 from common.errors import BrokerUnavailableError, NoSuchBatchError, ObjectMissingError, StoreUnavailableError
 from common.ledger import Ledger
 from common.runs import (
-    FIRST_RUN,
     BatchState,
+    failed_indexes,
+    newest_run,
     now,
     read_end,
     read_manifest,
     reconcile,
     restore,
     sealed_shards,
-    state_of,
+    start_run,
+    state_of_run,
     write_end,
     write_ending,
 )
@@ -43,7 +45,7 @@ from producer import intake
 from producer.interrupts import signals_deferred
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from celery import Celery
 
@@ -88,9 +90,9 @@ class Fleet:
         broker.reachable(client, settings.broker_url)
         return cls(settings, store, broker.make_app(settings.broker_url, lease_s=settings.lease_s), Ledger(client))
 
-    def feeder(self, manifest: Manifest) -> Feeder:
-        """A feeder of the batch's first run."""
-        return Feeder(self.app, self.ledger, self.store, manifest, window=self.settings.window, queue=GPU_QUEUE)
+    def feeder(self, run: Run) -> Feeder:
+        """A feeder of the run."""
+        return Feeder(self.app, self.ledger, self.store, run, window=self.settings.window, queue=GPU_QUEUE)
 
 
 def find_open(store: ObjectStore, digest: str) -> Manifest | None:
@@ -106,7 +108,8 @@ def _pointed_at(store: ObjectStore, digest: str) -> tuple[int, Manifest | None]:
         manifest = read_manifest(store, batch_id)
     except (ObjectMissingError, NoSuchBatchError):
         return number, None
-    return number, manifest if read_end(store, batch_id) is None else None
+    # A later run makes a batch open again, but it is not the file's run: a submit samples anew.
+    return number, manifest if read_end(store, batch_id, FIRST_RUN) is None else None
 
 
 def _point(store: ObjectStore, manifest: Manifest, *, new: bool) -> Manifest:
@@ -157,12 +160,13 @@ def write_batch(
                 store.remove(layout.batch(batch_id))
         raise
     if manifest.total == 0:
-        for name in (layout.output(manifest.batch_id), layout.errors(manifest.batch_id)):
+        for name in (layout.output(manifest.batch_id, FIRST_RUN), layout.errors(manifest.batch_id, FIRST_RUN)):
             with store.writing(name, replace=True):
                 pass
         write_end(
             store,
             manifest.batch_id,
+            FIRST_RUN,
             RunEnd(status=BatchStatus.COMPLETED, at=now(), counts=RequestCounts(), usage=Usage()),
         )
         return manifest
@@ -172,16 +176,18 @@ def write_batch(
     return held
 
 
-def start(fleet: Fleet, manifest: Manifest) -> None:
-    """Put the batch's run into Redis, if it is not there, and publish what the window allows.
+def start(fleet: Fleet, run: Run) -> None:
+    """Put the run into Redis, if it is not there, and publish what the window allows.
 
     Raises `BrokerUnavailableError` when the broker fails on the way; the batch is durable all the same. Signals wait
     until a shard that was begun is published whole: the watchdog would publish the rest, but a minute later.
     """
     try:
-        restore(fleet.store, fleet.ledger, manifest, window=fleet.settings.window)
-        reconcile(fleet.store, fleet.ledger, manifest)
-        feeder = fleet.feeder(manifest)
+        if run.number != FIRST_RUN:
+            fleet.ledger.note_reopened(run.batch_id)
+        restore(fleet.store, fleet.ledger, run, window=fleet.settings.window)
+        reconcile(fleet.store, fleet.ledger, run)
+        feeder = fleet.feeder(run)
         more = True
         while more:
             with signals_deferred():
@@ -191,30 +197,30 @@ def start(fleet: Fleet, manifest: Manifest) -> None:
         full = "maxmemory" in str(exc) or "maxmemory" in str(exc.__cause__)
         reason = "is full (maxmemory)" if full else f"failed ({type(exc).__name__})"
         raise BrokerUnavailableError(
-            f"the broker {reason} while {manifest.batch_id} was published; "
-            "the batch is stored, goes on when the broker can take it, and the same submit attaches to it"
+            f"the broker {reason} while {run.batch_id} was published; "
+            "the batch is stored, goes on when the broker can take it, and the same command attaches to it"
         ) from exc
 
 
 def wait(
     fleet: Fleet,
-    manifest: Manifest,
+    run: Run,
     destination: Destination | None,
     reporter: Reporter,
     *,
     on_poll: Callable[[], None] | None = None,
 ) -> BatchState:
-    """Wait until the batch is closed, growing the destination in input order meanwhile.
+    """Wait until the run is closed. In the first one the destination grows in input order meanwhile; see `_Follower`.
 
     `on_poll` is called on every look; what it raises ends the wait.
     """
-    follower = _Follower(fleet.store, manifest, destination)
+    follower = _Follower(fleet.store, run, destination)
     hint = _WorkerHint(fleet.ledger)
     while True:
         if on_poll is not None:
             on_poll()
         try:
-            state = state_of(fleet.store, fleet.ledger, manifest)
+            state = state_of_run(fleet.store, fleet.ledger, run)
             follower.follow(closed=state.status in CLOSED)
             note = "" if state.status is BatchStatus.FINALIZING else hint.look()
         except (redis.RedisError, StoreUnavailableError) as exc:
@@ -242,32 +248,44 @@ def cancel(store: ObjectStore, fleet: Fleet | None, manifest: Manifest) -> Batch
 
     The wish is an object in the store, so it is not lost; with a fleet at hand it is carried out within seconds.
     """
-    end = read_end(store, manifest.batch_id)
+    run = newest_run(store, manifest)
+    end = read_end(store, run.batch_id, run.number)
     if end is not None:
         return end.status
-    wish = write_ending(store, manifest.batch_id, BatchStatus.CANCELLED)
+    wish = write_ending(store, run.batch_id, run.number, BatchStatus.CANCELLED)
     if fleet is not None:
-        fleet.ledger.set_ending(manifest.batch_id, FIRST_RUN, wish.status.value)
-        send(fleet.app, broker.END_EARLY, batch_id=manifest.batch_id, run=FIRST_RUN)
+        fleet.ledger.set_ending(run.batch_id, run.number, wish.status.value)
+        send(fleet.app, broker.END_EARLY, batch_id=run.batch_id, run=run.number)
     return wish.status
 
 
-class _Follower:
-    """Copies sealed parts to the destination, in order, as they appear."""
+def run_again(store: ObjectStore, closed: Run, codes: Collection[str] | None = None) -> Run | None:
+    """Start a run of the failed rows of a closed one, with `codes` only of those; None when there are none."""
+    indexes = list(failed_indexes(store, closed, codes))
+    return start_run(store, closed, indexes) if indexes else None
 
-    def __init__(self, store: ObjectStore, manifest: Manifest, destination: Destination | None) -> None:
+
+class _Follower:
+    """Copies rows to the destination: sealed parts, in order, as they appear; of a later run the output, at its end."""
+
+    def __init__(self, store: ObjectStore, run: Run, destination: Destination | None) -> None:
         self._store = store
-        self._manifest = manifest
+        self._run = run
         self._destination = destination
         self._next = 0
 
     def follow(self, *, closed: bool) -> None:
-        """Copy what is there. When the batch is closed, all of it is."""
+        """Copy what is there. When the run is closed, all of it is."""
         if self._destination is None:
             return
-        while self._next < len(self._manifest.counts):
+        if self._run.number != FIRST_RUN:
+            if closed:
+                with self._store.open(layout.output(self._run.batch_id, self._run.number)) as rows:
+                    self._destination.append(rows)
+            return
+        while self._next < len(self._run.shards):
             try:
-                part = self._store.open(layout.part(self._manifest.batch_id, FIRST_RUN, self._next))
+                part = self._store.open(layout.part(self._run.batch_id, FIRST_RUN, self._next))
             except ObjectMissingError:
                 if closed:
                     raise
@@ -316,23 +334,23 @@ def manifests(store: ObjectStore) -> Iterator[Manifest]:
     yield from sorted(found, key=lambda manifest: (manifest.created_at, manifest.batch_id), reverse=True)
 
 
-def fetch(store: ObjectStore, manifest: Manifest, destination: Destination) -> RunEnd | None:
-    """Copy a closed batch's output to a destination; None, with nothing touched, while the batch is open."""
-    end = read_end(store, manifest.batch_id)
+def fetch(store: ObjectStore, run: Run, destination: Destination) -> RunEnd | None:
+    """Copy a closed run's output to a destination; None, with nothing touched, while the run is open."""
+    end = read_end(store, run.batch_id, run.number)
     if end is None:
         return None
     destination.begin()
-    with store.open(layout.output(manifest.batch_id)) as rows:
+    with store.open(layout.output(run.batch_id, run.number)) as rows:
         destination.append(rows)
     return end
 
 
-def take_up(fleet: Fleet, manifest: Manifest) -> None:
+def take_up(fleet: Fleet, run: Run) -> None:
     """Send again what a fleet that is gone had taken and not recorded. Its queues are empty, and no worker runs yet."""
-    progress = fleet.ledger.progress(manifest.batch_id, FIRST_RUN)
+    progress = fleet.ledger.progress(run.batch_id, run.number)
     frontier = progress.frontier if progress is not None else 0
-    sealed = sealed_shards(fleet.store, manifest.batch_id)
-    for shard in manifest.shards()[:frontier]:
+    sealed = sealed_shards(fleet.store, run.batch_id, run.number)
+    for shard in run.shards[:frontier]:
         if shard.number not in sealed:
-            missing = fleet.ledger.missing(manifest.batch_id, FIRST_RUN, shard.number, shard.indexes)
-            republish(fleet.app, fleet.store, manifest, shard, missing, queue=GPU_QUEUE)
+            missing = fleet.ledger.missing(run.batch_id, run.number, shard.number, shard.indexes)
+            republish(fleet.app, fleet.store, run, shard, missing, queue=GPU_QUEUE)

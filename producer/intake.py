@@ -26,7 +26,7 @@ from typing import IO, TYPE_CHECKING, Self
 from common import layout
 from common.batch import BOM, JSON_SPACE, MAX_PROBLEMS, LineError, Manifest, RequestLine, parse_line
 from common.errors import InputRefusedError, UsageError
-from common.runs import FIRST_RUN, now
+from common.runs import now
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -151,7 +151,7 @@ def write_batch(
         pending = next(lines, None)
         while pending is not None:
             count = shard_bytes = 0
-            with store.writing(layout.shard_input(batch_id, FIRST_RUN, len(counts))) as shard:
+            with store.writing(layout.shard_input(batch_id, len(counts))) as shard:
                 while pending is not None and count < size and shard_bytes < MAX_SHARD_BYTES:
                     shard.write(pending + b"\n")
                     count += 1

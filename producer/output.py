@@ -115,6 +115,19 @@ class OutputFile:
             self._write(block)
             self.rows += count
 
+    def mark(self) -> tuple[int, int]:
+        """Where the file ends now, for `rewind`."""
+        return self._size, self.rows
+
+    def rewind(self, mark: tuple[int, int]) -> None:
+        """Take back what was appended since `mark`."""
+        if self._descriptor < 0:
+            return
+        self._size, self.rows = mark
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._descriptor, self._size)
+            os.lseek(self._descriptor, self._size, os.SEEK_SET)
+
     def _write(self, block: bytes, *, truncate: bool = False) -> None:
         try:
             if truncate:
@@ -160,6 +173,53 @@ class OutputFile:
             raise OutputFailedError(f"{self.name} was removed or replaced while it was being written")
 
 
+class ReplacingFile(OutputFile):
+    """An output that takes the place of the file as a whole, when it is closed as durable; until then nobody sees it.
+
+    For what is not a prefix at every moment: the output of a later run. Two of them leave one whole file.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Open a temporary file beside the output. Raises `DestinationError`."""
+        self.name = name
+        self.rows = 0
+        self._size = 0
+        self._unused = False
+        self._target = Path(os.path.realpath(name))
+        try:
+            self._descriptor, self._temporary = tempfile.mkstemp(
+                prefix=f".{self._target.name}.", dir=self._target.parent
+            )
+            os.fchmod(self._descriptor, self._mode())
+        except OSError as exc:
+            raise DestinationError(f"{name} cannot be written: {exc.strerror}") from None
+
+    def _mode(self) -> int:
+        """The permissions of the file that is replaced, or those of a new file."""
+        try:
+            return os.stat(self._target).st_mode & 0o777
+        except FileNotFoundError:
+            umask = os.umask(0)
+            os.umask(umask)
+            return 0o666 & ~umask
+
+    def close(self, *, durable: bool = False) -> None:
+        """Put the file in place if `durable`, else drop it. May be called twice."""
+        if self._descriptor < 0:
+            return
+        descriptor, self._descriptor = self._descriptor, -1
+        try:
+            if durable:
+                os.fsync(descriptor)
+                os.replace(self._temporary, self._target)
+        except OSError as exc:
+            raise OutputFailedError(f"{self.name} cannot be written: {exc.strerror}") from None
+        finally:
+            os.close(descriptor)
+            with contextlib.suppress(OSError):
+                os.unlink(self._temporary)
+
+
 def _blocks(rows: IO[bytes], *, failed_only: bool) -> Iterator[tuple[bytes, int]]:
     block: list[bytes] = []
     size = 0
@@ -178,11 +238,12 @@ def _blocks(rows: IO[bytes], *, failed_only: bool) -> Iterator[tuple[bytes, int]
 class Destination:
     """Where a waiting producer puts rows: the output, and the failed ones once more in the errors file."""
 
-    def __init__(self, output: str, errors: str | None) -> None:
-        """Open both files; nothing is touched before `begin`."""
-        self.output = OutputFile(output)
+    def __init__(self, output: str, errors: str | None, *, replace: bool = False) -> None:
+        """Open both files; nothing is touched before `begin`, and with `replace` not before they are closed."""
+        kind = ReplacingFile if replace else OutputFile
+        self.output = kind(output)
         try:
-            self.errors = OutputFile(errors) if errors is not None else None
+            self.errors = kind(errors) if errors is not None else None
         except DestinationError:
             self.output.close()
             raise
@@ -194,11 +255,18 @@ class Destination:
             self.errors.begin()
 
     def append(self, rows: IO[bytes]) -> None:
-        """Append the rows of one part."""
-        self.output.append(rows)
-        if self.errors is not None:
-            rows.seek(0)
-            self.errors.append(rows, failed_only=True)
+        """Append the rows of one part: all of them or, when that fails, none. It may be tried again then."""
+        files = [self.output] if self.errors is None else [self.output, self.errors]
+        marks = [file.mark() for file in files]
+        try:
+            self.output.append(rows)
+            if self.errors is not None:
+                rows.seek(0)
+                self.errors.append(rows, failed_only=True)
+        except BaseException:
+            for file, mark in zip(files, marks, strict=True):
+                file.rewind(mark)
+            raise
 
     def close(self, *, durable: bool = False) -> None:
         """Close the files. May be called twice."""

@@ -10,12 +10,13 @@ import contextlib
 import os
 import sys
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common import layout
-from common.batch import CLOSED, BatchStatus, batch_object, dumps
+from common.batch import CLOSED, FIRST_RUN, BatchStatus, Run, batch_object, dumps, first_run
 from common.errors import InputRefusedError, NoSuchBatchError, OutputFailedError, UsageError
-from common.runs import BatchState, now, read_manifest, state_of
+from common.runs import BatchState, now, read_manifest, state_of, state_of_run
 from producer import control
 from producer.interrupts import Interrupted
 from producer.local import LocalFleet
@@ -24,9 +25,8 @@ from producer.progress import Progress, duration
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
-    from common.batch import Manifest
     from common.ledger import Ledger
     from common.settings import FleetSettings
     from common.store import ObjectStore
@@ -52,8 +52,19 @@ def shown_object(state: BatchState, output: str | None = None, errors: str | Non
     )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class Again:
+    """A later run that is to be started: over the failed rows of a closed one, with `codes` only over those."""
+
+    closed: Run
+    codes: Collection[str] | None = None
+
+
 class Submission:
-    """One submit, once its file is validated."""
+    """One submit, once its file is validated, or the run of a batch that is there.
+
+    `attached` is the open run to attach to, `again` what is to be run again; with neither a batch is made.
+    """
 
     def __init__(
         self,
@@ -63,8 +74,10 @@ class Submission:
         store: ObjectStore,
         checked: intake.Checked | None,
         digest: str,
-        attached: Manifest | None,
+        attached: Run | None,
         output: str,
+        *,
+        again: Again | None = None,
     ) -> None:
         self._options = options
         self._flags = flags
@@ -73,6 +86,7 @@ class Submission:
         self._checked = checked
         self._digest = digest
         self._attached = attached
+        self._again = again
         self._output = output
         self._started = time.monotonic()
         self._waited_s = 0.0
@@ -80,30 +94,30 @@ class Submission:
 
     def empty(self, progress: Progress) -> int:
         """Complete a file without requests, which needs no fleet."""
-        manifest = self._durable(progress, None, None)
+        run = self._durable(progress, None, None)
         if self._options.detach:
-            print_result(manifest.batch_id)
+            print_result(run.batch_id)
             return EXIT_OK
         with self._destination() as destination:
             destination.begin()
-        return self._finish(progress, state_of(self._store, None, manifest))
+        return self._finish(progress, state_of_run(self._store, None, run))
 
     def fleet(self, progress: Progress) -> int:
         """Submit to a running fleet."""
         fleet = control.Fleet.connect(self._settings, self._store)
         if self._options.detach:
-            manifest = self._durable(progress, None, fleet.ledger)
-            print_result(manifest.batch_id)
-            control.start(fleet, manifest)
+            run = self._durable(progress, None, fleet.ledger)
+            print_result(run.batch_id)
+            control.start(fleet, run)
             return EXIT_OK
         with self._destination() as destination:
-            manifest = self._durable(progress, None, fleet.ledger)
+            run = self._durable(progress, None, fleet.ledger)
             try:
                 destination.begin()
-                control.start(fleet, manifest)
-                state = self._wait(fleet, manifest, destination, progress)
+                control.start(fleet, run)
+                state = self._wait(fleet, run, destination, progress)
             except (Interrupted, OutputFailedError):
-                progress.say(self._how_to_go_on(manifest))
+                progress.say(self._how_to_go_on(run))
                 raise
             self._put_down(destination, state, progress)
         return self._finish(progress, state)
@@ -111,13 +125,13 @@ class Submission:
     def _wait(
         self,
         fleet: control.Fleet,
-        manifest: Manifest,
+        run: Run,
         destination: Destination,
         progress: Progress,
         on_poll: Callable[[], None] | None = None,
     ) -> BatchState:
         started = time.monotonic()
-        state = control.wait(fleet, manifest, destination, progress, on_poll=on_poll)
+        state = control.wait(fleet, run, destination, progress, on_poll=on_poll)
         self._waited_s = time.monotonic() - started
         return state
 
@@ -133,7 +147,7 @@ class Submission:
             )
             raise
 
-    def _again(self) -> str:
+    def _same_command(self) -> str:
         return "the same command without --new" if self._options.new else "the same command"
 
     def _left(self, batch_id: str) -> BatchState | None:
@@ -142,17 +156,18 @@ class Submission:
             return state_of(self._store, None, read_manifest(self._store, batch_id))
         return None
 
-    def _how_to_go_on(self, manifest: Manifest) -> str:
+    def _how_to_go_on(self, run: Run) -> str:
         return (
-            f"{manifest.batch_id} goes on in the fleet. Attach to it again with {self._again()}, or see\n"
-            f"  producer status {manifest.batch_id}\n"
-            f"  producer fetch {manifest.batch_id} -o {self._output}"
+            f"{run.batch_id} goes on in the fleet. Attach to it again with {self._same_command()}, or see\n"
+            f"  producer status {run.batch_id}\n"
+            f"  producer fetch {run.batch_id} -o {self._output}"
         )
 
     def local(self, progress: Progress) -> int:
         """Run everything on this machine. Processes start first: the engine loads while the batch is written."""
         options = self._options
-        batch_id = self._attached.batch_id if self._attached is not None else layout.new_batch_id()
+        taken_up = self._attached or (self._again.closed if self._again is not None else None)
+        batch_id = taken_up.batch_id if taken_up is not None else layout.new_batch_id()
         local = LocalFleet(
             batch_id,
             store_uri=self._settings.store,
@@ -166,13 +181,13 @@ class Submission:
                 with local:
                     settings = self._settings.model_copy(update={"broker_url": local.broker_url})
                     fleet = control.Fleet.connect(settings, self._store)
-                    manifest = self._durable(progress, batch_id, fleet.ledger)
+                    run = self._durable(progress, batch_id, fleet.ledger)
                     if self._attached is not None:
-                        control.take_up(fleet, manifest)
-                    control.start(fleet, manifest)
+                        control.take_up(fleet, run)
+                    control.start(fleet, run)
                     self._wait_for_engine(fleet, local, progress)
                     destination.begin()
-                    state = self._wait(fleet, manifest, destination, progress, lambda: _replace(local, progress))
+                    state = self._wait(fleet, run, destination, progress, lambda: _replace(local, progress))
                     progress.note("ending the local fleet")
             except Interrupted:
                 left = self._left(batch_id)
@@ -181,19 +196,19 @@ class Submission:
                     local.forget()
                     raise
                 if left.status not in CLOSED:
-                    progress.say(f"interrupted; {self._again()} goes on with {batch_id} where it stopped")
+                    progress.say(f"interrupted; {self._same_command()} goes on with {batch_id} where it stopped")
                     raise
                 # It was complete before everything had ended: nobody would run it, or look for its rows, again.
-                control.fetch(self._store, left.manifest, destination)
+                control.fetch(self._store, left.run, destination)
                 state = left
             except InputRefusedError:
                 local.forget()
                 raise
             except OutputFailedError:
-                progress.say(f"the rows are kept: {self._again()}, or producer fetch --local {batch_id}")
+                progress.say(f"the rows are kept: {self._same_command()}, or producer fetch --local {batch_id}")
                 raise
             except UsageError:
-                if self._attached is None and not local.serving:
+                if taken_up is None and not local.serving:
                     # A set-up that cannot work: nothing has run, and a corrected command makes another batch.
                     self._store.remove(layout.batch(batch_id))
                     local.forget()
@@ -203,13 +218,15 @@ class Submission:
             self._put_down(destination, state, progress)
         return self._finish(progress, state)
 
-    def _durable(self, progress: Progress, batch_id: str | None, ledger: Ledger | None) -> Manifest:
+    def _durable(self, progress: Progress, batch_id: str | None, ledger: Ledger | None) -> Run:
+        if self._again is not None:
+            return self._run_again(progress, self._again)
         if self._attached is not None:
-            counts = state_of(self._store, ledger, self._attached).counts
+            counts = state_of_run(self._store, ledger, self._attached).counts
             self._done_before = counts.completed + counts.failed
+            what = "the open batch of this file" if self._attached.number == FIRST_RUN else "its open run"
             progress.say(
-                f"{self._attached.batch_id}: attached to the open batch of this file, "
-                f"{self._done_before} of {counts.total} requests done"
+                f"{self._attached.batch_id}: attached to {what}, {self._done_before} of {counts.total} requests done"
             )
             return self._attached
         assert self._checked is not None
@@ -226,7 +243,15 @@ class Submission:
         if batch_id is not None and manifest.batch_id != batch_id:
             raise UsageError(f"another producer is running this file as {manifest.batch_id} on this machine")
         progress.say(f"{manifest.batch_id}: {manifest.total} requests in {len(manifest.counts)} shards")
-        return manifest
+        return first_run(manifest)
+
+    def _run_again(self, progress: Progress, again: Again) -> Run:
+        run = control.run_again(self._store, again.closed, again.codes)
+        if run is None:
+            raise UsageError(f"{again.closed.batch_id} has no row to run again")
+        self._done_before = run.manifest.total - run.total
+        progress.say(f"{run.batch_id}: run {run.number} over {run.total} of {run.manifest.total} requests")
+        return run
 
     @staticmethod
     def _wait_for_engine(fleet: control.Fleet, local: LocalFleet, progress: Progress) -> None:
@@ -243,7 +268,8 @@ class Submission:
 
     @contextlib.contextmanager
     def _destination(self) -> Iterator[Destination]:
-        destination = Destination(self._output, self._options.errors)
+        later = self._again is not None or (self._attached is not None and self._attached.number != FIRST_RUN)
+        destination = Destination(self._output, self._options.errors, replace=later)
         try:
             yield destination
         finally:

@@ -5,22 +5,20 @@ On failure: everything here can run twice and die anywhere. Objects are created 
 leave Redis last. A row that is missing raises `HoleError` and nothing is written: a hole is never sealed.
 
     shard:  rows in the ledger ─▶ part created ─▶ marked sealed ─▶ rows dropped
-    batch:  all parts ─▶ output, errors ─▶ end created ─▶ run closed in the ledger
+    run:    all parts (a later run: over the output of the run before) ─▶ output, errors ─▶ end created ─▶ closed
     early:  wish created ─▶ nothing is begun any more ─▶ open shards sealed with failed rows ─▶ as above
 """
 
 from __future__ import annotations
 
 import logging
-from itertools import islice
+from itertools import chain
 from typing import TYPE_CHECKING
-
-from pydantic_core import from_json
 
 from common import broker, layout
 from common.batch import (
+    FIRST_RUN,
     BatchStatus,
-    Manifest,
     RequestCounts,
     RunEnd,
     RunEnding,
@@ -29,18 +27,30 @@ from common.batch import (
     failed_row,
     row_failed,
 )
-from common.dispatch import Feeder, send
+from common.dispatch import Feeder, send, shard_lines
 from common.errors import HoleError
 from common.failures import Failure, FailureKind
 from common.ledger import Row
-from common.runs import Tally, now, read_end, read_ending, read_manifest, restore, sealed_shards, write_end
+from common.runs import (
+    Tally,
+    failure_code,
+    now,
+    read_end,
+    read_ending,
+    read_manifest,
+    read_run,
+    restore,
+    sealed_shards,
+    state_of_run,
+    write_end,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from celery import Celery
 
-    from common.batch import Shard
+    from common.batch import Run, Shard
     from common.ledger import Address, Ledger
     from common.store import ObjectStore
 
@@ -50,8 +60,8 @@ logger = logging.getLogger("fleet.aggregate")
 _ENDINGS = {BatchStatus.CANCELLED: FailureKind.CANCELLED, BatchStatus.EXPIRED: FailureKind.EXPIRED}
 _ENDED = {BatchStatus.CANCELLED: "was cancelled", BatchStatus.EXPIRED: "expired"}
 
-#: Manifests that are kept in memory; they never change.
-_MANIFESTS = 64
+#: Runs that are kept in memory; they never change.
+_RUNS = 64
 
 
 class Aggregator:
@@ -63,135 +73,139 @@ class Aggregator:
         self._ledger = ledger
         self._window = window
         self._queue = queue
-        self._manifests: dict[str, Manifest] = {}
+        self._runs: dict[tuple[str, int], Run] = {}
 
-    def seal_shard(self, batch_id: str, run: int, number: int) -> bool:
+    def seal_shard(self, batch_id: str, number: int, shard_number: int) -> bool:
         """Write the shard's part and drop its rows. True when every shard of the run is sealed now.
 
         Raises `HoleError` while a row is missing.
         """
-        manifest = self._manifest(batch_id)
-        shard = manifest.shard(number)
-        if not self._store.exists(layout.part(batch_id, run, number)):
-            self._write_part(batch_id, run, number, self._rows(batch_id, run, shard))
-            logger.info("sealed shard %d of %s (%d rows)", number, batch_id, shard.count)
-        restore(self._store, self._ledger, manifest, run=run, window=self._window)
-        self._ledger.note_sealed(batch_id, run, number)
-        return self._ledger.sealed_count(batch_id, run) >= len(manifest.counts)
+        run = self._run(batch_id, number)
+        shard = run.shards[shard_number]
+        if not self._store.exists(layout.part(batch_id, number, shard_number)):
+            self._write_part(run, shard, self._rows(run, shard))
+            logger.info("sealed shard %d of %s (%d rows)", shard_number, batch_id, shard.count)
+        restore(self._store, self._ledger, run, window=self._window)
+        self._ledger.note_sealed(batch_id, number, shard_number)
+        return self._ledger.sealed_count(batch_id, number) >= len(run.shards)
 
-    def end_early(self, batch_id: str, run: int) -> RunEnd | None:
+    def end_early(self, batch_id: str, number: int) -> RunEnd | None:
         """Close a run that is to end before it is complete: finished rows stay, the others become failed ones.
 
         Nothing of the run is begun any more, and what still runs finds its shard sealed. None when it is not to end.
         """
-        manifest = self._manifest(batch_id)
-        wish = read_ending(self._store, batch_id, run)
+        run = self._run(batch_id, number)
+        wish = read_ending(self._store, batch_id, number)
         if wish is None:
             return None
-        restore(self._store, self._ledger, manifest, run=run, window=self._window)
-        self._ledger.set_ending(batch_id, run, wish.status.value)
+        restore(self._store, self._ledger, run, window=self._window)
+        self._ledger.set_ending(batch_id, number, wish.status.value)
         failure = Failure(_ENDINGS[wish.status], f"the batch {_ENDED[wish.status]} before this request was finished")
-        sealed = sealed_shards(self._store, batch_id, run)
-        for shard in manifest.shards():
+        sealed = sealed_shards(self._store, batch_id, number)
+        for shard in run.shards:
             if shard.number not in sealed:
-                rows = self._rows_or_failures(batch_id, run, shard, failure)
-                self._write_part(batch_id, run, shard.number, rows)
-            self._ledger.note_sealed(batch_id, run, shard.number)
-        return self.assemble_batch(batch_id, run)
+                self._write_part(run, shard, self._rows_or_failures(run, shard, failure))
+            self._ledger.note_sealed(batch_id, number, shard.number)
+        return self.assemble_batch(batch_id, number)
 
     def fail_request(self, at: Address) -> None:
         """Record a request that somebody revoked, as a failed row, and seal its shard if that was the last one."""
-        manifest = self._manifest(at.batch_id)
-        shard = manifest.shard(at.shard)
-        with self._store.open(layout.shard_input(at.batch_id, at.run, at.shard)) as lines:
-            line = next(islice(lines, at.index - shard.first, None)).decode()
-        failure = Failure(FailureKind.CANCELLED, "the request was revoked")
-        row = failed_row(custom_id_of(line), failure)
-        restore(self._store, self._ledger, manifest, run=at.run, window=self._window)
+        run = self._run(at.batch_id, at.run)
+        shard = run.shards[at.shard]
+        line = next(line for index, line in shard_lines(self._store, run, shard) if index == at.index)
+        row = failed_row(custom_id_of(line), Failure(FailureKind.CANCELLED, "the request was revoked"))
+        restore(self._store, self._ledger, run, window=self._window)
         (recorded,) = self._ledger.record(
             [Row(at, row, failed=True, prompt_tokens=0, completion_tokens=0, shard_count=shard.count)]
         )
         if recorded.full:
             send(self._app, broker.SEAL_SHARD, batch_id=at.batch_id, run=at.run, shard=at.shard)
 
-    def assemble_batch(self, batch_id: str, run: int) -> RunEnd | None:
+    def assemble_batch(self, batch_id: str, number: int) -> RunEnd | None:
         """Join the parts into the output and close the run; None while a part is missing."""
-        manifest = self._manifest(batch_id)
-        end = read_end(self._store, batch_id, run)
+        run = self._run(batch_id, number)
+        end = read_end(self._store, batch_id, number)
         if end is None:
-            if sealed_shards(self._store, batch_id, run) != set(range(len(manifest.counts))):
+            if sealed_shards(self._store, batch_id, number) != set(range(len(run.shards))):
                 return None
-            wish = read_ending(self._store, batch_id, run)
-            end = write_end(self._store, batch_id, self._join(manifest, run, wish), run)
+            wish = read_ending(self._store, batch_id, number)
+            end = write_end(self._store, batch_id, number, self._assemble(run, wish))
             logger.info("batch %s %s: %s", batch_id, end.status.value, end.counts.model_dump())
-        self._ledger.close(batch_id, run, end.status.value)
+        self._ledger.close(batch_id, number, end.status.value)
         return end
 
-    def feed(self, batch_id: str, run: int) -> int:
+    def feed(self, batch_id: str, number: int) -> int:
         """Publish what the window allows; returns how many shards. A run that Redis lost is restored first."""
-        manifest = self._manifest(batch_id)
-        restore(self._store, self._ledger, manifest, run=run, window=self._window)
-        feeder = Feeder(self._app, self._ledger, self._store, manifest, run=run, window=self._window, queue=self._queue)
-        return feeder.feed()
+        run = self._run(batch_id, number)
+        restore(self._store, self._ledger, run, window=self._window)
+        return Feeder(self._app, self._ledger, self._store, run, window=self._window, queue=self._queue).feed()
 
-    def _write_part(self, batch_id: str, run: int, number: int, rows: Iterable[bytes]) -> None:
-        with self._store.writing(layout.part(batch_id, run, number)) as part:
+    def _write_part(self, run: Run, shard: Shard, rows: Iterable[bytes]) -> None:
+        with self._store.writing(layout.part(run.batch_id, run.number, shard.number)) as part:
             for row in rows:
                 part.write(row + b"\n")
 
-    def _rows_or_failures(self, batch_id: str, run: int, shard: Shard, failure: Failure) -> Iterator[bytes]:
-        rows = self._ledger.rows(batch_id, run, shard.number, shard.indexes)
-        with self._store.open(layout.shard_input(batch_id, run, shard.number)) as lines:
-            for row, line in zip(rows, lines, strict=True):
-                yield row if row is not None else failed_row(custom_id_of(line.decode()), failure)
+    def _rows_or_failures(self, run: Run, shard: Shard, failure: Failure) -> Iterator[bytes]:
+        rows = self._ledger.rows(run.batch_id, run.number, shard.number, shard.indexes)
+        for row, (_, line) in zip(rows, shard_lines(self._store, run, shard), strict=True):
+            yield row if row is not None else failed_row(custom_id_of(line), failure)
 
-    def _rows(self, batch_id: str, run: int, shard: Shard) -> Iterator[bytes]:
-        for index, row in zip(
-            shard.indexes, self._ledger.rows(batch_id, run, shard.number, shard.indexes), strict=True
-        ):
+    def _rows(self, run: Run, shard: Shard) -> Iterator[bytes]:
+        rows = self._ledger.rows(run.batch_id, run.number, shard.number, shard.indexes)
+        for index, row in zip(shard.indexes, rows, strict=True):
             if row is None:
-                raise HoleError(f"row {index} of {batch_id}, shard {shard.number}, is not recorded")
+                raise HoleError(f"row {index} of {run.batch_id}, shard {shard.number}, is not recorded")
             yield row
 
-    def _join(self, manifest: Manifest, run: int, wish: RunEnding | None) -> RunEnd:
-        """Write the output and the failed rows' file; both are replaced as a whole."""
-        batch_id, tally, ended_early = manifest.batch_id, Tally(), False
+    def _assemble(self, run: Run, wish: RunEnding | None) -> RunEnd:
+        """Write the output and the failed rows' file, each whole; returns how the run ends."""
+        batch_id, tally, ended_early = run.batch_id, Tally(), False
         with (
-            self._store.writing(layout.output(batch_id), replace=True) as output,
-            self._store.writing(layout.errors(batch_id), replace=True) as errors,
+            self._store.writing(layout.output(batch_id, run.number), replace=True) as output,
+            self._store.writing(layout.errors(batch_id, run.number), replace=True) as errors,
         ):
-            for number in range(len(manifest.counts)):
-                with self._store.open(layout.part(batch_id, run, number)) as rows:
-                    for row in rows:
-                        output.write(row)
-                        if row_failed(row):
-                            errors.write(row)
-                            tally.failed += 1
-                            ended_early |= wish is not None and _code(row) == _ENDINGS[wish.status].code
-                        else:
-                            tally.completed += 1
-        counts = RequestCounts(total=manifest.total, completed=tally.completed, failed=tally.failed)
+            for row in self._joined(run):
+                output.write(row)
+                if row_failed(row):
+                    errors.write(row)
+                    tally.failed += 1
+                    ended_early |= wish is not None and failure_code(row) == _ENDINGS[wish.status].code
+                else:
+                    tally.completed += 1
+        counts = RequestCounts(total=run.manifest.total, completed=tally.completed, failed=tally.failed)
         # A wish that found nothing left to end came too late.
         status = wish.status if wish is not None and ended_early else BatchStatus.COMPLETED
-        return RunEnd(status=status, at=now(), counts=counts, usage=self._usage(manifest, run))
+        return RunEnd(status=status, at=now(), counts=counts, usage=self._usage(run))
 
-    def _usage(self, manifest: Manifest, run: int) -> Usage:
-        """The ledger's token counts; counted from the rows where Redis lost them."""
-        restore(self._store, self._ledger, manifest, run=run, window=self._window)
-        progress = self._ledger.progress(manifest.batch_id, run)
-        if progress is None:
-            return Usage()
-        return Usage(prompt_tokens=progress.prompt_tokens, completion_tokens=progress.completion_tokens)
+    def _joined(self, run: Run) -> Iterator[bytes]:
+        """All rows of the batch in the input's order, each from its newest run (lines with LF)."""
+        if run.number == FIRST_RUN:
+            yield from self._sealed_rows(run)
+            return
+        newer = zip(chain.from_iterable(shard.indexes for shard in run.shards), self._sealed_rows(run), strict=True)
+        at, newest = next(newer, (-1, b""))
+        with self._store.open(layout.output(run.batch_id, run.number - 1)) as older:
+            for index, row in enumerate(older):
+                if index == at:
+                    yield newest
+                    at, newest = next(newer, (-1, b""))
+                else:
+                    yield row
 
-    def _manifest(self, batch_id: str) -> Manifest:
-        manifest = self._manifests.get(batch_id)
-        if manifest is None:
-            if len(self._manifests) >= _MANIFESTS:
-                self._manifests.clear()
-            manifest = self._manifests[batch_id] = read_manifest(self._store, batch_id)
-        return manifest
+    def _sealed_rows(self, run: Run) -> Iterator[bytes]:
+        for shard in run.shards:
+            with self._store.open(layout.part(run.batch_id, run.number, shard.number)) as rows:
+                yield from rows
 
+    def _usage(self, run: Run) -> Usage:
+        """The ledger's token counts, from the rows where Redis lost them, on top of those of the runs before."""
+        restore(self._store, self._ledger, run, window=self._window)
+        return state_of_run(self._store, self._ledger, run).usage
 
-def _code(row: bytes) -> str:
-    code: str = from_json(row)["error"]["code"]
-    return code
+    def _run(self, batch_id: str, number: int) -> Run:
+        run = self._runs.get((batch_id, number))
+        if run is None:
+            if len(self._runs) >= _RUNS:
+                self._runs.clear()
+            run = self._runs[batch_id, number] = read_run(self._store, read_manifest(self._store, batch_id), number)
+        return run

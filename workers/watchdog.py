@@ -26,6 +26,7 @@ import logging
 import threading
 import time
 import uuid
+import zlib
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -38,13 +39,22 @@ from common.batch import BatchStatus
 from common.dispatch import republish, send
 from common.errors import FleetError, NoSuchBatchError, ObjectMissingError
 from common.ledger import WorkerBeat, new_worker_id
-from common.runs import FIRST_RUN, now, read_end, read_ending, read_manifest, reconcile, sealed_shards, write_ending
+from common.runs import (
+    newest_run,
+    now,
+    read_end,
+    read_ending,
+    read_manifest,
+    reconcile,
+    sealed_shards,
+    write_ending,
+)
 from common.settings import AGGREGATE_QUEUE
 
 if TYPE_CHECKING:
     from celery import Celery
 
-    from common.batch import Manifest, Shard
+    from common.batch import Run, Shard
     from common.ledger import Ledger
     from common.store import ObjectStore
     from workers.aggregate import Aggregator
@@ -58,6 +68,8 @@ LOCK_S = 20.0
 SWEEP_S = 8.0
 #: Leases after which a marker that was not consumed counts as lost.
 MARKER_LEASES = 20
+#: A closed batch is looked at again in one of so many looks.
+CLOSED_LOOKS = 120
 #: Seconds for which a heartbeat counts.
 BEAT_TTL_S = 20.0
 
@@ -124,6 +136,7 @@ class Watchdog:
         #: An aggregator has a heartbeat too, so that a waiting producer can say when there is none.
         self._beat = WorkerBeat(self._who, "ready", "", (), AGGREGATE_QUEUE, 0)
         self._closed: set[str] = set()
+        self._looks = 0
         self._watched: dict[str, _Watched] = {}
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -161,8 +174,12 @@ class Watchdog:
         if not self._ledger.be_watchdog(self._who, LOCK_S):
             self._watched.clear()  # somebody else's eyes; ours would be out of date
             return
+        self._looks += 1
+        self._closed -= self._ledger.reopened()
         for batch_id in self._store.names(layout.BATCHES):
-            if batch_id in self._closed or self._stopping.is_set():
+            if self._stopping.is_set():
+                return
+            if batch_id in self._closed and not self._due(batch_id):
                 continue
             try:
                 self._look_at(batch_id)
@@ -172,48 +189,53 @@ class Watchdog:
                 # One batch that cannot be read must not blind us to the others.
                 logger.error("%s cannot be looked after: %s", batch_id, type(exc).__name__)
 
+    def _due(self, batch_id: str) -> bool:
+        """Whether a closed batch is to be looked at again: each in some look of every `CLOSED_LOOKS`.
+
+        A later run is announced in Redis (`reopened`); one whose announcement was lost is found by this.
+        """
+        return (zlib.crc32(batch_id.encode()) + self._looks) % CLOSED_LOOKS == 0
+
     def _look_at(self, batch_id: str) -> None:
-        manifest = read_manifest(self._store, batch_id)
-        if read_end(self._store, batch_id, FIRST_RUN) is None:
-            self._look_after(manifest)
+        run = newest_run(self._store, read_manifest(self._store, batch_id))
+        if read_end(self._store, batch_id, run.number) is None:
+            self._look_after(run)
         else:
             self._closed.add(batch_id)
             self._watched.pop(batch_id, None)
 
-    def _look_after(self, manifest: Manifest) -> None:
-        batch_id = manifest.batch_id
-        wish = read_ending(self._store, batch_id, FIRST_RUN)
-        if wish is None and manifest.expires_at is not None and now() >= manifest.expires_at:
-            wish = write_ending(self._store, batch_id, BatchStatus.EXPIRED)
+    def _look_after(self, run: Run) -> None:
+        batch_id, number = run.batch_id, run.number
+        wish = read_ending(self._store, batch_id, number)
+        if wish is None and run.expires_at is not None and now() >= run.expires_at:
+            wish = write_ending(self._store, batch_id, number, BatchStatus.EXPIRED)
         if wish is not None:
-            self._aggregator.end_early(batch_id, FIRST_RUN)
+            self._aggregator.end_early(batch_id, number)
             return
-        reconcile(self._store, self._ledger, manifest, FIRST_RUN)
-        self._aggregator.feed(batch_id, FIRST_RUN)
-        progress = self._ledger.progress(batch_id, FIRST_RUN)
+        reconcile(self._store, self._ledger, run)
+        self._aggregator.feed(batch_id, number)
+        progress = self._ledger.progress(batch_id, number)
         if progress is None or progress.closed:
             return
-        sealed = sealed_shards(self._store, batch_id, FIRST_RUN)
-        published = [shard for shard in manifest.shards()[: progress.frontier] if shard.number not in sealed]
-        self._ledger.keep_open(batch_id, FIRST_RUN, (shard.number for shard in published))
-        missing = [
-            (shard, self._ledger.missing(batch_id, FIRST_RUN, shard.number, shard.indexes)) for shard in published
-        ]
+        sealed = sealed_shards(self._store, batch_id, number)
+        published = [shard for shard in run.shards[: progress.frontier] if shard.number not in sealed]
+        self._ledger.keep_open(batch_id, number, (shard.number for shard in published))
+        missing = [(shard, self._ledger.missing(batch_id, number, shard.number, shard.indexes)) for shard in published]
         watched = self._watched.setdefault(batch_id, _Watched())
-        self._seal_full(batch_id, {shard.number for shard, indexes in missing if not indexes}, watched)
-        self._fill_gaps(manifest, [(shard, indexes) for shard, indexes in missing if indexes], watched)
+        self._seal_full(run, {shard.number for shard, indexes in missing if not indexes}, watched)
+        self._fill_gaps(run, [(shard, indexes) for shard, indexes in missing if indexes], watched)
 
-    def _seal_full(self, batch_id: str, full: set[int], watched: _Watched) -> None:
-        for number in full & watched.full:
-            logger.warning("shard %d of %s is full and not sealed: sealing it", number, batch_id)
-            send(self._app, broker.SEAL_SHARD, batch_id=batch_id, run=FIRST_RUN, shard=number)
+    def _seal_full(self, run: Run, full: set[int], watched: _Watched) -> None:
+        for shard in full & watched.full:
+            logger.warning("shard %d of %s is full and not sealed: sealing it", shard, run.batch_id)
+            send(self._app, broker.SEAL_SHARD, batch_id=run.batch_id, run=run.number, shard=shard)
         watched.full = full
 
-    def _fill_gaps(self, manifest: Manifest, unrecorded: list[tuple[Shard, set[int]]], watched: _Watched) -> None:
+    def _fill_gaps(self, run: Run, unrecorded: list[tuple[Shard, set[int]]], watched: _Watched) -> None:
         gaps = {}
         queue = _QueueLook(self._app, self._ledger, self._queue)
         for shard, indexes in unrecorded:
-            missing = indexes - self._ledger.running(manifest.batch_id, FIRST_RUN, shard.number)
+            missing = indexes - self._ledger.running(run.batch_id, run.number, shard.number)
             if not missing:
                 continue
             gap = watched.gaps.get(shard.number) or _Gap(time.monotonic(), 2 * self._lease_s + SWEEP_S)
@@ -223,9 +245,9 @@ class Watchdog:
             elif time.monotonic() - gap.since >= gap.wait_s:
                 logger.warning(
                     "%d requests of shard %d of %s got lost: sending them again",
-                    len(missing), shard.number, manifest.batch_id,
+                    len(missing), shard.number, run.batch_id,
                 )  # fmt: skip
-                republish(self._app, self._store, manifest, shard, missing, run=FIRST_RUN, queue=self._queue)
+                republish(self._app, self._store, run, shard, missing, queue=self._queue)
                 gaps[shard.number] = _Gap(time.monotonic(), 2 * gap.wait_s)
         watched.gaps = gaps
 

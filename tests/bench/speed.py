@@ -18,6 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from common.batch import first_run
 from common.settings import FleetSettings
 from common.store import open_store
 from producer import control, intake
@@ -77,8 +78,8 @@ def through_the_fleet(fleet: control.Fleet, path: Path) -> float:
     checked = intake.check(str(path), str(path))
     manifest = control.write_batch(fleet.store, checked, digest="bench", max_shard_size=fleet.settings.shard_size)
     started = time.perf_counter()
-    control.start(fleet, manifest)
-    while (end := control.read_end(fleet.store, manifest.batch_id)) is None:
+    control.start(fleet, first_run(manifest))
+    while (end := control.read_end(fleet.store, manifest.batch_id, 1)) is None:
         time.sleep(0.01)
     took_s = time.perf_counter() - started
     assert end.counts.failed == 0, end

@@ -262,7 +262,7 @@ class ChaosFleet(FleetServers):
             raise AssertionError(f"{exc}\n{self.situation(batch)}") from None
         assert result.code == code, result.stderr
         rows = assert_complete(batch.lines, batch.output.read_bytes(), wanted)
-        with self.store.open(layout.output(batch.batch_id)) as stored:
+        with self.store.open(layout.output(batch.batch_id, 1)) as stored:
             assert stored.read() == batch.output.read_bytes()
         wait_until(self.is_drained, TAKEN_OVER_S, f"no message is left: {self.messages()}")
         self.assert_keys_expire()

@@ -257,7 +257,7 @@ def test_one_broken_batch_does_not_blind_the_watchdog(chaos: ChaosFleet, broken:
         text = manifest.read_text().replace(victim.batch_id, other)
         manifest.write_text("{}" if broken == "manifest" else text)
         if broken == "input":
-            (chaos.store_root / layout.shard_input(other, 1, 0)).unlink()
+            (chaos.store_root / layout.shard_input(other, 0)).unlink()
     shutil.rmtree(chaos.store_root / layout.batch(victim.batch_id))
     chaos.client.flushall()
     aggregator = chaos.aggregator()

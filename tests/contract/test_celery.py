@@ -16,7 +16,7 @@ from kombu.exceptions import ContentDisallowed
 from kombu.serialization import dumps, loads, prepare_accept_content, registry
 
 from common import broker, layout
-from common.batch import Shard
+from common.batch import Run, Shard, first_run
 from common.dispatch import publish_shard, republish
 from common.store import LocalStore
 from common.transport import Transport
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from celery import Celery
 
-    from common.batch import Manifest
 
 #: Lines that a JSON library on the way would change: escapes, floats, nulls, key order, repeated and unknown keys.
 AWKWARD = [
@@ -59,12 +58,12 @@ def store(tmp_path: Path) -> LocalStore:
     return LocalStore(tmp_path / "store")
 
 
-def durable(store: LocalStore, folder: Path, lines: list[str]) -> Manifest:
-    """A batch of these lines, in one shard."""
+def durable(store: LocalStore, folder: Path, lines: list[str]) -> Run:
+    """The first run of a batch of these lines."""
     path = folder / "in.jsonl"
     path.write_bytes("".join(f"{line}\n" for line in lines).encode())
     checked = intake.check("in.jsonl", str(path))
-    return control.write_batch(store, checked, digest="0" * 64, max_shard_size=1000)
+    return first_run(control.write_batch(store, checked, digest="0" * 64, max_shard_size=1000))
 
 
 def queued(app: Celery, queue: str) -> list[dict[str, Any]]:
@@ -74,8 +73,8 @@ def queued(app: Celery, queue: str) -> list[dict[str, Any]]:
 
 
 def published(app: Celery, store: LocalStore, folder: Path, lines: list[str]) -> list[dict[str, Any]]:
-    manifest = durable(store, folder, lines)
-    publish_shard(app, store, manifest, manifest.shard(0), queue="gpu")
+    run = durable(store, folder, lines)
+    publish_shard(app, store, run, run.shards[0], queue="gpu")
     return queued(app, "gpu")
 
 
@@ -104,9 +103,9 @@ def test_a_shard_is_published_in_order_with_its_chord(app: Celery, store: LocalS
 
 
 def test_the_ids_of_a_shard_derive_from_its_place(app: Celery, store: LocalStore, tmp_path: Path) -> None:
-    manifest = durable(store, tmp_path, chat_lines(3))
+    run = durable(store, tmp_path, chat_lines(3))
     for _ in range(2):
-        publish_shard(app, store, manifest, manifest.shard(0), queue="gpu")
+        publish_shard(app, store, run, run.shards[0], queue="gpu")
 
     ids = [message["headers"]["id"] for message in queued(app, "gpu")]
 
@@ -150,10 +149,10 @@ def test_a_chord_leaves_no_key_without_a_ttl(app: Celery, store: LocalStore, tmp
 
 
 def test_republished_requests_are_plain_tasks_with_fresh_ids(app: Celery, store: LocalStore, tmp_path: Path) -> None:
-    manifest = durable(store, tmp_path, chat_lines(4))
+    run = durable(store, tmp_path, chat_lines(4))
 
     for _ in range(2):
-        republish(app, store, manifest, manifest.shard(0), {1, 3}, queue="gpu")
+        republish(app, store, run, run.shards[0], {1, 3}, queue="gpu")
 
     messages = queued(app, "gpu")
     assert [message["body"][1]["index"] for message in messages] == [1, 3, 1, 3]
@@ -162,9 +161,9 @@ def test_republished_requests_are_plain_tasks_with_fresh_ids(app: Celery, store:
 
 
 def test_a_shard_without_missing_requests_is_sent_to_be_sealed(app: Celery, store: LocalStore, tmp_path: Path) -> None:
-    manifest = durable(store, tmp_path, chat_lines(4))
+    run = durable(store, tmp_path, chat_lines(4))
 
-    republish(app, store, manifest, manifest.shard(0), set(), queue="gpu")
+    republish(app, store, run, run.shards[0], set(), queue="gpu")
 
     (message,) = queued(app, "aggregate")
     assert message["headers"]["task"] == broker.SEAL_SHARD
@@ -202,8 +201,8 @@ def test_a_line_travels_as_the_very_string(app: Celery, store: LocalStore, tmp_p
 
 def test_no_header_of_a_message_holds_the_prompt(app: Celery, store: LocalStore, tmp_path: Path) -> None:
     messages = published(app, store, tmp_path, [chat_line("a", SENTINEL)])
-    manifest = durable(store, tmp_path, [chat_line("a", SENTINEL)])
-    republish(app, store, manifest, manifest.shard(0), {0}, queue="gpu")
+    run = durable(store, tmp_path, [chat_line("a", SENTINEL)])
+    republish(app, store, run, run.shards[0], {0}, queue="gpu")
     finish(app, messages[0])
 
     for message in (*queued(app, "gpu"), *queued(app, "aggregate")):
@@ -302,11 +301,11 @@ def test_every_message_of_the_fleet_has_a_queue_that_somebody_consumes(app: Cele
 
 
 def test_a_shard_names_its_requests_from_its_first_one(app: Celery, store: LocalStore, tmp_path: Path) -> None:
-    manifest = durable(store, tmp_path, chat_lines(40))
-    assert manifest.counts == (16, 16, 8)
+    run = durable(store, tmp_path, chat_lines(40))
+    assert run.manifest.counts == (16, 16, 8)
 
-    publish_shard(app, store, manifest, manifest.shard(2), queue="gpu")
+    publish_shard(app, store, run, run.shards[2], queue="gpu")
 
-    assert manifest.shard(2) == Shard(number=2, first=32, count=8)
+    assert run.shards[2] == Shard(number=2, before=32, source=2, first=32, indexes=range(32, 40))
     assert [message["body"][1]["index"] for message in queued(app, "gpu")] == list(range(32, 40))
-    assert store.exists(layout.shard_input(manifest.batch_id, 1, 2))
+    assert store.exists(layout.shard_input(run.batch_id, 2))

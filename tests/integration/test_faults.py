@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from common import layout
+from common.batch import first_run
 from common.errors import InputRefusedError
 from common.ledger import Ledger
 from common.runs import read_manifest, reconcile, restore
@@ -42,13 +43,13 @@ def test_a_part_whose_sealer_died_before_it_noted_it_is_noted_by_the_next_produc
     source = tmp_path / "in.jsonl"
     source.write_text("".join(line + "\n" for line in chat_lines(20)))
     batch_id = written(store, source)
-    manifest = read_manifest(store, batch_id)
-    restore(store, ledger, manifest, window=100)
+    run = first_run(read_manifest(store, batch_id))
+    restore(store, ledger, run, window=100)
     with store.writing(layout.part(batch_id, 1, 0)) as part:
         part.write(b"{}\n" * 16)
     assert not ledger.is_sealed(batch_id, 1, 0)
 
-    reconcile(store, ledger, manifest)
+    reconcile(store, ledger, run)
 
     assert ledger.is_sealed(batch_id, 1, 0)
     assert not ledger.is_sealed(batch_id, 1, 1)

@@ -17,15 +17,19 @@ from common.batch import (
     Manifest,
     RequestCounts,
     RunEnd,
+    RunStart,
     Usage,
     batch_object,
     custom_id_of,
     dumps,
     failed_row,
+    first_run,
     has_nonfinite_number,
     http_error,
+    later_run,
     parse_line,
     row_failed,
+    spans_of,
 )
 from common.failures import MAX_MESSAGE_BYTES, Failure, FailureKind
 
@@ -374,11 +378,32 @@ def manifest_of(*counts: int) -> Manifest:
 
 @given(st.lists(st.integers(min_value=1, max_value=1000), max_size=20))
 def test_shards_cover_the_batch_without_gap_or_overlap(counts: list[int]) -> None:
-    """Every index is in exactly one shard, in order, and single look-ups agree with the list."""
+    """Every index is in exactly one shard, in order."""
+    run = first_run(manifest_of(*counts))
+    assert [index for shard in run.shards for index in shard.indexes] == list(range(run.total))
+    assert [shard.number for shard in run.shards] == [shard.source for shard in run.shards] == list(range(len(counts)))
+
+
+@given(st.lists(st.integers(min_value=1, max_value=30), min_size=1, max_size=8), st.data())
+def test_a_later_run_has_exactly_its_requests_in_order(counts: list[int], data: st.DataObject) -> None:
+    """Each in the input shard that holds its line, in dense shards, whatever was chosen."""
     manifest = manifest_of(*counts)
-    shards = manifest.shards()
-    assert [index for shard in shards for index in shard.indexes] == list(range(manifest.total))
-    assert [manifest.shard(number) for number in range(len(counts))] == shards
+    indexes = sorted(data.draw(st.sets(st.integers(min_value=0, max_value=manifest.total - 1), min_size=1)))
+
+    run = later_run(manifest, 2, RunStart(at=1, spans=spans_of(indexes)))
+
+    assert [index for shard in run.shards for index in shard.indexes] == indexes
+    assert run.total == len(indexes)
+    assert [shard.number for shard in run.shards] == list(range(len(run.shards)))
+    for shard in run.shards:
+        assert shard.count > 0
+        assert shard.first == sum(counts[: shard.source])
+        assert all(shard.first <= index < shard.first + counts[shard.source] for index in shard.indexes)
+        assert shard.before == sum(other.count for other in run.shards[: shard.number])
+
+
+def test_consecutive_indexes_are_one_span() -> None:
+    assert spans_of([0, 1, 2, 7, 9, 10]) == ((0, 3), (7, 1), (9, 2))
 
 
 def test_a_record_of_a_later_release_is_read() -> None:

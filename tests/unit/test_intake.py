@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common import layout
-from common.batch import MAX_PROBLEMS, Manifest
+from common.batch import MAX_PROBLEMS, Manifest, first_run
 from common.errors import InputRefusedError, UsageError
 from common.store import LocalStore
 from producer import intake
@@ -48,7 +48,7 @@ def durable(store: LocalStore, path: Path, max_shard_size: int = 1000) -> Manife
 
 
 def shards(store: LocalStore, manifest: Manifest) -> list[bytes]:
-    return [store.read(layout.shard_input(manifest.batch_id, 1, number)) for number in range(len(manifest.counts))]
+    return [store.read(layout.shard_input(manifest.batch_id, number)) for number in range(len(manifest.counts))]
 
 
 def problems(folder: Path, content: bytes | list[str]) -> list[str]:
@@ -201,7 +201,7 @@ def test_a_file_is_cut_into_consecutive_shards(tmp_path: Path, store: LocalStore
     assert [part.decode().splitlines() for part in shards(store, manifest)] == [
         content[:16], content[16:32], content[32:]
     ]  # fmt: skip
-    assert [shard.first for shard in manifest.shards()] == [0, 16, 32]
+    assert [shard.first for shard in first_run(manifest).shards] == [0, 16, 32]
 
 
 def test_a_shard_is_closed_at_its_size_in_bytes(

@@ -44,8 +44,9 @@ def test_whatever_passes_is_one_harmless_name(text: str) -> None:
 
 def test_names_of_a_run_lie_in_its_batch() -> None:
     names = [
-        layout.manifest(GOOD), layout.shard_input(GOOD, 1, 3), layout.part(GOOD, 1, 3), layout.end(GOOD, 1),
-        layout.output(GOOD), layout.errors(GOOD),
+        layout.manifest(GOOD), layout.shard_input(GOOD, 3), layout.part(GOOD, 1, 3), layout.end(GOOD, 1),
+        layout.output(GOOD, 1), layout.errors(GOOD, 1), layout.output(GOOD, 2), layout.errors(GOOD, 2),
+        layout.start(GOOD, 2),
     ]  # fmt: skip
 
     assert all(name.startswith(f"{layout.BATCHES}/{GOOD}/") for name in names)

@@ -1,0 +1,269 @@
+"""Later runs of a batch: `retry` of failed rows, and `resume` of what was cancelled or has expired."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from common import layout
+from common.batch import FIRST_RUN, BatchStatus, RequestCounts, RunEnd, Usage, first_run
+from common.ledger import Ledger
+from common.runs import newest_run, read_end, read_manifest, start_run, state_of, write_end
+from common.store import LocalStore
+from producer import control, intake
+from tests.invariants import assert_complete, chat_line, chat_lines, rows_of
+from tests.servers import BrokerServer, FleetServers, Workplace, wait_until
+from workers.aggregate import Aggregator
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from common.batch import Run
+
+#: Every fourth request of these is for a model that is not served at first.
+MIXED = [
+    chat_line(f"r{n:03d}", f"text {n}", model="later-model" if n % 4 == 3 else "test-model", echo={}) for n in range(40)
+]
+LATER = {f"r{n:03d}" for n in range(3, 40, 4)}
+
+
+@pytest.fixture
+def fleet(server: str, tmp_path: Path) -> Iterator[FleetServers]:
+    """An aggregator, small shards, and no worker yet."""
+    servers = FleetServers(tmp_path, FLEET_SHARD_SIZE="16", FLEET_WINDOW="32", FLEET_DRAIN_S="0")
+    try:
+        servers.aggregator()
+        yield servers
+    finally:
+        servers.close()
+
+
+def batch_of(servers: FleetServers) -> str:
+    (batch_id,) = servers.batch_ids()
+    return batch_id
+
+
+def run_mixed(servers: FleetServers) -> tuple[str, bytes]:
+    """Submit `MIXED` to a worker that does not serve one of its models; returns the batch's id and its output."""
+    path, output = servers.write("in.jsonl", MIXED), servers.folder / "in.out.jsonl"
+    worker = servers.worker()
+    run = servers.producer("submit", str(path))
+    assert run.code == 3, run.stderr
+    assert worker.stop().code == 0
+    assert_complete(MIXED, output.read_bytes(), dict.fromkeys(LATER, "err"))
+    return batch_of(servers), output.read_bytes()
+
+
+def test_a_retry_runs_the_failed_rows_alone_and_leaves_a_complete_output(fleet: FleetServers) -> None:
+    batch_id, before = run_mixed(fleet)
+    fleet.worker(model="later-model")
+    output, errors = fleet.folder / "in.out.jsonl", fleet.folder / "errors.jsonl"
+
+    retry = fleet.producer("retry", batch_id, "--errors", str(errors), "--json")
+
+    assert retry.code == 0, retry.stderr
+    assert "10 of 40" in retry.stderr
+    after = output.read_bytes()
+    rows = assert_complete(MIXED, after)
+    old = {row["custom_id"]: row for row in rows_of(before)}
+    assert {row["custom_id"] for row in rows if row != old[row["custom_id"]]} == LATER
+    assert errors.read_bytes() == b""
+    batch = json.loads(retry.stdout)
+    assert (batch["status"], batch["request_counts"]) == ("completed", {"total": 40, "completed": 40, "failed": 0})
+    assert batch["usage"]["input_tokens"] == sum(row["response"]["body"]["usage"]["prompt_tokens"] for row in rows)
+    fetched = fleet.folder / "fetched.jsonl"
+    assert fleet.producer("fetch", batch_id, "-o", str(fetched)).code == 0
+    assert fetched.read_bytes() == after
+
+    # There is nothing more to retry, and the first run's output is still what it was.
+    assert fleet.producer("retry", batch_id).code == 0
+    assert newest_run(fleet.store, read_manifest(fleet.store, batch_id)).number == 2
+    assert fleet.store.read(layout.output(batch_id, FIRST_RUN)) == before
+
+
+def test_a_retry_can_fail_again_and_be_retried(fleet: FleetServers) -> None:
+    batch_id, before = run_mixed(fleet)
+    again = fleet.worker()
+    output = fleet.folder / "in.out.jsonl"
+
+    assert fleet.producer("retry", batch_id).code == 3
+    assert_complete(MIXED, output.read_bytes(), dict.fromkeys(LATER, "err"))
+    assert [row for row in rows_of(output.read_bytes()) if row["error"] is None] == [
+        row for row in rows_of(before) if row["error"] is None
+    ]
+    again.stop()
+    fleet.worker(model="later-model")
+
+    assert fleet.producer("retry", batch_id).code == 0
+    assert_complete(MIXED, output.read_bytes())
+    assert newest_run(fleet.store, read_manifest(fleet.store, batch_id)).number == 3
+
+
+def test_an_open_batch_is_not_retried(fleet: FleetServers) -> None:
+    path = fleet.write("in.jsonl", chat_lines(3))
+    assert fleet.producer("submit", str(path), "--detach").code == 0
+
+    run = fleet.producer("retry", batch_of(fleet))
+
+    assert run.code == 2
+    assert "still open" in run.stderr
+    assert fleet.producer("cancel", batch_of(fleet)).code == 0
+    wait_until(lambda: fleet.is_closed(batch_of(fleet)), 30, "the batch is closed")
+
+
+def test_two_retries_at_once_are_one_run_and_leave_whole_files(fleet: FleetServers) -> None:
+    batch_id, _ = run_mixed(fleet)
+    fleet.worker(model="later-model")
+    outputs = [fleet.folder / f"retried-{n}.jsonl" for n in range(2)]
+
+    producers = [fleet.start_producer("retry", batch_id, "-o", str(output)) for output in outputs]
+
+    for producer, output in zip(producers, outputs, strict=True):
+        run = producer.wait(60)
+        assert run.code == 0, run.stderr
+        if output.exists():  # a slow one finds that nothing failed any more
+            assert_complete(MIXED, output.read_bytes())
+    assert any(output.exists() for output in outputs)
+    assert newest_run(fleet.store, read_manifest(fleet.store, batch_id)).number == 2
+
+
+def test_resuming_a_cancelled_batch_runs_exactly_what_was_cancelled(fleet: FleetServers) -> None:
+    path, output = fleet.write("in.jsonl", MIXED), fleet.folder / "in.out.jsonl"
+    assert fleet.producer("submit", str(path), "--detach").code == 0
+    batch_id = batch_of(fleet)
+    assert fleet.producer("cancel", batch_id).code == 0
+    wait_until(lambda: fleet.is_closed(batch_id), 30, "the batch is closed")
+    fleet.worker()
+
+    run = fleet.producer("resume", batch_id, "-o", str(output))
+
+    # The rows of the other model fail by themselves now, and are not cancelled any more.
+    assert run.code == 3, run.stderr
+    rows = assert_complete(MIXED, output.read_bytes(), dict.fromkeys(LATER, "err"))
+    assert {row["error"]["code"] for row in rows if row["error"]} == {"model_not_found"}
+    assert json.loads(fleet.producer("status", batch_id, "--json").stdout)["status"] == "completed"
+    # A completed batch is not taken up by resume.
+    assert fleet.producer("resume", batch_id, "-o", str(output)).code == 3
+    assert newest_run(fleet.store, read_manifest(fleet.store, batch_id)).number == 2
+
+
+def test_a_later_run_can_be_cancelled_and_resumed(fleet: FleetServers) -> None:
+    batch_id, _ = run_mixed(fleet)
+    assert fleet.producer("retry", batch_id, "--detach").code == 0
+    shown = json.loads(fleet.producer("status", batch_id, "--json").stdout)
+    assert shown["status"] == "in_progress"
+    assert shown["request_counts"] == {"total": 40, "completed": 30, "failed": 0}
+
+    assert fleet.producer("cancel", batch_id).code == 0
+    wait_until(lambda: read_end(fleet.store, batch_id, 2) is not None, 30, "the second run is closed")
+    assert json.loads(fleet.producer("status", batch_id, "--json").stdout)["status"] == "cancelled"
+    fleet.worker(model="later-model")
+
+    run = fleet.producer("resume", batch_id)
+
+    assert run.code == 0, run.stderr
+    assert_complete(MIXED, (fleet.folder / "in.out.jsonl").read_bytes())
+
+
+def test_a_later_run_goes_on_after_the_broker_was_emptied(fleet: FleetServers) -> None:
+    """The aggregator that closed the first run finds the second one in the store."""
+    batch_id, _ = run_mixed(fleet)
+    assert fleet.producer("retry", batch_id, "--detach").code == 0
+    fleet.client.flushall()
+    fleet.worker(model="later-model")
+
+    resumed = fleet.start_producer("resume", batch_id)
+
+    assert resumed.wait(60).code == 0
+    assert_complete(MIXED, (fleet.folder / "in.out.jsonl").read_bytes())
+
+
+def test_a_local_batch_is_retried_on_this_machine(server: str, tmp_path: Path) -> None:
+    workplace = Workplace(tmp_path)
+    try:
+        path, output = workplace.write("in.jsonl", MIXED), workplace.folder / "in.out.jsonl"
+        first = workplace.producer(
+            "submit", str(path), "--local", "--engine", "echo", "--model", "test-model", "--json"
+        )
+        assert first.code == 3, first.stderr
+        batch_id = json.loads(first.stdout)["id"]
+
+        retry = workplace.producer("retry", batch_id, "--local", "--engine", "echo", "--model", "later-model")
+
+        assert retry.code == 0, retry.stderr
+        assert_complete(MIXED, output.read_bytes())
+    finally:
+        workplace.close()
+
+
+# -- what can die in between -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def closed(tmp_path: Path) -> tuple[LocalStore, Run]:
+    """A closed first run of 20 requests: all rows failed but the even ones."""
+    store, source = LocalStore(tmp_path / "store"), tmp_path / "in.jsonl"
+    source.write_text("".join(f"{line}\n" for line in chat_lines(20)))
+    manifest = control.write_batch(store, intake.check("in", str(source)), digest="d", max_shard_size=16)
+    run = first_run(manifest)
+    with store.writing(layout.output(run.batch_id, FIRST_RUN)) as out:
+        for n in range(20):
+            out.write(row(n, failed=n % 2 == 1, text="old"))
+    counts = RequestCounts(total=20, completed=10, failed=10)
+    write_end(store, run.batch_id, FIRST_RUN, RunEnd(status=BatchStatus.COMPLETED, at=1, counts=counts, usage=Usage()))
+    return store, run
+
+
+def row(n: int, *, failed: bool, text: str) -> bytes:
+    """A row with its LF."""
+    body = {"usage": {"prompt_tokens": 1, "completion_tokens": 2}, "text": text}
+    error = {"code": "engine_error", "message": text} if failed else None
+    return json.dumps({"id": n, "response": {"body": body}, "error": error}, separators=(",", ":")).encode() + b"\n"
+
+
+def test_a_later_run_is_assembled_again_after_a_death_before_its_end(
+    broker_server: BrokerServer, closed: tuple[LocalStore, Run]
+) -> None:
+    """The output was put in place, the end was not: assembling once more gives the same output."""
+    store, first = closed
+    ledger = Ledger(broker_server.client)
+    run = start_run(store, first, [1, 3, 17])
+    for shard in run.shards:
+        with store.writing(layout.part(run.batch_id, run.number, shard.number)) as part:
+            for index in shard.indexes:
+                part.write(row(index, failed=index == 3, text="new"))
+    aggregator = Aggregator(None, store, ledger, window=100, queue="gpu")  # type: ignore[arg-type]  # it sends nothing
+
+    end = aggregator.assemble_batch(run.batch_id, 2)
+    output = store.read(layout.output(run.batch_id, 2))
+    (store.root / layout.end(run.batch_id, 2)).unlink()
+    again = aggregator.assemble_batch(run.batch_id, 2)
+
+    assert end is not None
+    assert again is not None
+    assert end.counts == again.counts == RequestCounts(total=20, completed=12, failed=8)
+    assert end.usage == again.usage == Usage(prompt_tokens=2, completion_tokens=4)
+    assert output == store.read(layout.output(run.batch_id, 2))
+    texts = [json.loads(line)["response"]["body"]["text"] for line in output.splitlines()]
+    assert [n for n, text in enumerate(texts) if text == "new"] == [1, 3, 17]
+
+
+def test_of_two_that_start_a_run_the_first_wins(closed: tuple[LocalStore, Run]) -> None:
+    store, first = closed
+
+    one, two = start_run(store, first, [1, 3]), start_run(store, first, [5])
+
+    assert one == two
+    assert newest_run(store, first.manifest) == one
+
+
+def test_a_run_that_is_being_started_is_not_there_yet(closed: tuple[LocalStore, Run]) -> None:
+    """Its folder is made before its record."""
+    store, first = closed
+    (store.root / layout.start(first.batch_id, 2)).parent.mkdir()
+
+    assert newest_run(store, first.manifest) == first
+    assert state_of(store, None, first.manifest).status is BatchStatus.COMPLETED
