@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 #: Messages of one pipeline to Redis.
 PUBLISH_BATCH = 500
 
+#: Nothing more is published while Redis uses more than this share of its memory: at its limit not even a lease could be
+#: renewed.
+SOFT_LIMIT = 0.7
+
 #: A run asks for a feed after this share of the window was finished.
 FEEDS_PER_WINDOW = 16
 
@@ -83,6 +87,8 @@ class Feeder:
                 if not published:
                     self._assemble_if_sealed()
                 break
+            if self._ledger.memory_share() > SOFT_LIMIT:
+                break  # the watchdog feeds when there is room
             if not self._ledger.claim_shard(batch_id, run, shard.number):
                 continue  # another feeder took it
             if self._ledger.is_sealed(batch_id, run, shard.number):

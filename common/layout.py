@@ -4,6 +4,7 @@ batches/<batch_id>/manifest.json              what the batch is; written last at
 batches/<batch_id>/runs/1/input/00000.jsonl   the lines of a shard, as the user wrote them; later runs read them too
 batches/<batch_id>/runs/<run>/parts/00000.jsonl   its sealed rows; created once, the first one wins
 batches/<batch_id>/runs/<run>/start.json      which requests a later run runs; created once, the first one wins
+batches/<batch_id>/runs/<run>/spills/00000/000001.jsonl   finished rows of a shard that stayed open, with their indexes
 batches/<batch_id>/runs/<run>/ending.json     that the run is to end early, and how; created once, the first one wins
 batches/<batch_id>/runs/<run>/end.json        how the run ended; created once, the first one wins
 batches/<batch_id>/output.jsonl               all rows, in the input's order, as run 1 left them
@@ -70,6 +71,17 @@ def parts(batch_id: str, run: int) -> str:
 def part(batch_id: str, run: int, shard: int) -> str:
     """The sealed rows of a shard."""
     return f"{parts(batch_id, run)}/{shard:05d}.jsonl"
+
+
+def spills(batch_id: str, run: int, shard: int | None = None) -> str:
+    """The folder of a run's spills, or of those of one shard."""
+    folder = f"{runs(batch_id)}/{run}/spills"
+    return folder if shard is None else f"{folder}/{shard:05d}"
+
+
+def spill(batch_id: str, run: int, shard: int, number: int) -> str:
+    """Rows of a shard that left Redis before the shard was full; numbered from 1."""
+    return f"{spills(batch_id, run, shard)}/{number:06d}.jsonl"
 
 
 def ending(batch_id: str, run: int) -> str:

@@ -10,6 +10,7 @@ A request's index in the ledger:
 
     (nothing) ──begin──▶ marked ──record──▶ recorded ──seal_shard──▶ in the part, dropped here
                             │ record of somebody else's row: the second row is dropped
+                            │ spilled: the row is in the batch directory, a mark (`SPILLED`) stands for it here
     begin on a recorded index, a sealed shard, a closed or ending run: DONE, no engine call
     begin on an index that a live worker has marked: PARKED
     begin on an index whose marker is dead: a strike, then as if unmarked
@@ -35,15 +36,19 @@ from common import keys, scripts
 from common.scripts import Script
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import redis
 
 #: Strikes from which a request is a suspect and needs the quarantine's word to begin.
 SUSPECT_STRIKES = 2
 
-#: Rows that are read in one slice while a shard is sealed.
+#: Rows that are read in one slice while a shard is sealed: at most so many, and about so many bytes.
 SLICE = 500
+SLICE_BYTES = 8 * 1024 * 1024
+
+#: Value of an index whose row lies in the batch directory: it counts as recorded.
+SPILLED = b""
 
 
 class Verdict(Enum):
@@ -153,11 +158,14 @@ class Ledger:
         self._max_deliveries = max_deliveries
         self._begin = Script(client, scripts.BEGIN)
         self._release = Script(client, scripts.RELEASE)
+        self._beat = Script(client, scripts.BEAT)
         self._watch = Script(client, scripts.WATCH)
         self._record = Script(client, scripts.RECORD)
         self._restore = Script(client, scripts.RESTORE)
         self._claim = Script(client, scripts.CLAIM)
         self._mark_sealed = Script(client, scripts.MARK_SEALED)
+        self._mark_spilled = Script(client, scripts.MARK_SPILLED)
+        self._unspill = Script(client, scripts.UNSPILL)
         self._set_ending = Script(client, scripts.SET_ENDING)
         self._close = Script(client, scripts.CLOSE)
 
@@ -224,6 +232,7 @@ class Ledger:
         shards: int,
         step: int,
         sealed: Iterable[int] = (),
+        spilled: Mapping[int, Sequence[int]] | None = None,
         finished: int = 0,
         failed: int = 0,
         prompt_tokens: int = 0,
@@ -231,8 +240,15 @@ class Ledger:
     ) -> bool:
         """Write the head of a run from what the store knows. A head that exists stays; False then.
 
-        `step` is the number of finished requests after which a worker asks for a feed.
+        `step` is the number of finished requests after which a worker asks for a feed, `spilled` the indexes by shard
+        whose rows lie in the batch directory. Those are noted first: once there is a head they may be begun.
         """
+        if spilled:
+            with self._client.pipeline(transaction=False) as pipe:
+                for shard, indexes in spilled.items():
+                    for index in indexes:
+                        pipe.hsetnx(keys.rows(batch_id, run, shard), str(index), SPILLED)
+                pipe.execute()
         args = (total, shards, step, finished, failed, prompt_tokens, completion_tokens, *sealed)
         return bool(self._restore.call((keys.head(batch_id, run), keys.sealed(batch_id, run)), args))
 
@@ -262,11 +278,51 @@ class Ledger:
         return bool(self._claim.call((keys.head(batch_id, run),), (shard,)))
 
     def rows(self, batch_id: str, run: int, shard: int, indexes: Sequence[int]) -> Iterator[bytes | None]:
-        """The recorded rows of a shard in order, read in slices; None where a row is missing."""
+        """The recorded rows of a shard in order, read in slices.
+
+        None where a row is missing, `SPILLED` where it lies in the batch directory.
+        """
         key = keys.rows(batch_id, run, shard)
         for start in range(0, len(indexes), SLICE):
-            values: Any = self._client.hmget(key, [str(index) for index in indexes[start : start + SLICE]])
-            yield from values
+            fields = [str(index) for index in indexes[start : start + SLICE]]
+            for some in self._slices(key, fields):
+                values: Any = self._client.hmget(key, some)
+                yield from values
+
+    def _slices(self, key: str, fields: list[str]) -> Iterator[list[str]]:
+        """The fields in slices of about `SLICE_BYTES` of rows: rows may be large."""
+        with self._client.pipeline(transaction=False) as pipe:
+            for field in fields:
+                pipe.hstrlen(key, field)
+            sizes: list[int] = pipe.execute()
+        some: list[str] = []
+        held = 0
+        for field, size in zip(fields, sizes, strict=True):
+            if some and held + size > SLICE_BYTES:
+                yield some
+                some, held = [], 0
+            some.append(field)
+            held += size
+        if some:
+            yield some
+
+    def mark_spilled(self, batch_id: str, run: int, shard: int, digests: Sequence[tuple[int, str]]) -> int:
+        """Let go of rows that lie in the batch directory: each is given by its index and the SHA-1 of its bytes.
+
+        A row that is not that one any more stays. Returns how many were let go.
+        """
+        arguments = [each for pair in digests for each in pair]
+        return int(self._mark_spilled.call((keys.rows(batch_id, run, shard),), arguments))
+
+    def unspill(self, batch_id: str, run: int, shard: int, index: int) -> None:
+        """Forget a row that should lie in the batch directory and does not: its request is to be run again."""
+        self._unspill.call((keys.rows(batch_id, run, shard),), (index,))
+
+    def memory_share(self) -> float:
+        """The share of its memory limit that Redis uses; 0 without a limit."""
+        info: Any = self._client.info("memory")
+        limit = int(info.get("maxmemory") or 0)
+        return int(info["used_memory"]) / limit if limit else 0.0
 
     def mark_sealed(self, batch_id: str, run: int, shard: int) -> None:
         """Note that the shard's part exists. From now on its rows are dropped and its deliveries answered as done."""
@@ -362,11 +418,9 @@ class Ledger:
                 "inflight": beat.inflight,
             }
         )
-        with self._client.pipeline(transaction=False) as pipe:
-            pipe.set(keys.worker(beat.worker_id), value, px=int(ttl_s * 1000))
-            pipe.zadd(keys.WORKERS, {beat.worker_id: time.time()})
-            pipe.expire(keys.WORKERS, 3600)
-            pipe.execute()
+        self._beat.call(
+            (keys.worker(beat.worker_id), keys.WORKERS), (value, int(ttl_s * 1000), time.time(), beat.worker_id)
+        )
 
     def forget_worker(self, worker_id: str) -> None:
         """Remove a worker's heartbeat when it stops."""
@@ -395,9 +449,11 @@ class Ledger:
 
     def be_watchdog(self, who: str, ttl_s: float) -> bool:
         """Become, or stay, the one watchdog for `ttl_s` seconds."""
-        if self._client.set(keys.WATCHDOG, who, nx=True, px=int(ttl_s * 1000)):
-            return True
         return bool(self._watch.call((keys.WATCHDOG,), (who, int(ttl_s * 1000))))
+
+    def recorded(self, batch_id: str, run: int, shard: int) -> int:
+        """How many rows of an unsealed shard are recorded."""
+        return int(self._client.hlen(keys.rows(batch_id, run, shard)))
 
     def workers(self) -> list[WorkerBeat]:
         """The live workers. Dead ones are dropped from the index on the way."""

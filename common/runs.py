@@ -37,6 +37,7 @@ from common.batch import (
 )
 from common.dispatch import feed_step
 from common.errors import NoSuchBatchError, ObjectMissingError
+from common.spill import spilled_rows, spilled_shards
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -177,7 +178,7 @@ def _tally(store: ObjectStore, batch_id: str, run: int, sealed: Iterable[int]) -
 def restore(store: ObjectStore, ledger: Ledger, run: Run, *, window: int) -> bool:
     """Write the run's head into Redis from what the store holds; False when Redis has it already.
 
-    Counters are counted from the parts. Rows of shards that were not sealed are gone with Redis and run again.
+    Counters are counted from parts and spills. Rows that were in Redis alone are gone with it and run again.
     A run that ended comes back closed, so that late deliveries are answered.
     """
     batch_id, number = run.batch_id, run.number
@@ -186,6 +187,11 @@ def restore(store: ObjectStore, ledger: Ledger, run: Run, *, window: int) -> boo
     end = read_end(store, batch_id, number)
     sealed = sealed_shards(store, batch_id, number)
     tally = _tally(store, batch_id, number, sealed)
+    spilled: dict[int, list[int]] = {}
+    for shard in spilled_shards(store, run) - sealed:
+        for index, row in spilled_rows(store, run, shard):
+            spilled.setdefault(shard, []).append(index)
+            tally.add((row,))
     written = ledger.restore(
         batch_id,
         number,
@@ -193,6 +199,7 @@ def restore(store: ObjectStore, ledger: Ledger, run: Run, *, window: int) -> boo
         shards=len(run.shards),
         step=feed_step(window),
         sealed=sealed,
+        spilled=spilled,
         finished=tally.completed + tally.failed,
         failed=tally.failed,
         prompt_tokens=tally.prompt_tokens,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from redis.exceptions import NoScriptError
+from redis.exceptions import NoScriptError, ResponseError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,18 +85,36 @@ redis.call('HINCRBY', head, 'frontier', 1)
 return 1
 """
 
-MARK_SEALED = """
+# Sealing and spilling make room: they must work when Redis is full (Redis 7, "Script flags").
+MARK_SEALED = """#!lua flags=allow-oom
 if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
 return redis.call('SADD', KEYS[2], ARGV[1])
 """
 
-SET_ENDING = """
+MARK_SPILLED = """#!lua flags=allow-oom
+local rows, marked = KEYS[1], 0
+for i = 1, #ARGV, 2 do
+    local row = redis.call('HGET', rows, ARGV[i])
+    if row and row ~= '' and redis.sha1hex(row) == ARGV[i + 1] then
+        redis.call('HSET', rows, ARGV[i], '')
+        marked = marked + 1
+    end
+end
+return marked
+"""
+
+UNSPILL = """#!lua flags=allow-oom
+if redis.call('HGET', KEYS[1], ARGV[1]) == '' then return redis.call('HDEL', KEYS[1], ARGV[1]) end
+return 0
+"""
+
+SET_ENDING = """#!lua flags=allow-oom
 if redis.call('EXISTS', KEYS[1]) == 0 or redis.call('HGET', KEYS[1], 'ending') ~= '' then return 0 end
 redis.call('HSET', KEYS[1], 'ending', ARGV[1])
 return 1
 """
 
-CLOSE = """
+CLOSE = """#!lua flags=allow-oom
 local head, sealed = KEYS[1], KEYS[2]
 local shards = redis.call('HGET', head, 'shards')
 if not shards then return 0 end
@@ -110,9 +128,19 @@ return 1
 """
 
 
-WATCH = """
-if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
-return redis.call('PEXPIRE', KEYS[1], ARGV[2])
+# Heartbeats and the watchdog's lock are a few small keys, and without them a full Redis would stay full.
+WATCH = """#!lua flags=allow-oom
+local who = redis.call('GET', KEYS[1])
+if who and who ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
+
+BEAT = """#!lua flags=allow-oom
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+redis.call('ZADD', KEYS[2], ARGV[3], ARGV[4])
+redis.call('EXPIRE', KEYS[2], 3600)
+return 1
 """
 
 
@@ -134,12 +162,22 @@ class Script:
         All scripts are idempotent, so calls that succeeded beside a failed one may be repeated.
         """
         if not self._sha:
-            self._sha = str(self._client.script_load(self._body))
+            self._sha = self._load()
         try:
             return self._pipelined(calls)
         except NoScriptError:
-            self._client.script_load(self._body)
+            self._load()
             return self._pipelined(calls)
+
+    def _load(self) -> str:
+        try:
+            return str(self._client.script_load(self._body))
+        except ResponseError:
+            if not self._body.startswith("#!"):
+                raise
+            # Redis 6 knows no flags: such a script fails there while memory is short, as every write does.
+            self._body = self._body.partition("\n")[2]
+            return str(self._client.script_load(self._body))
 
     def _pipelined(self, calls: Sequence[tuple[Sequence[str], Sequence[Any]]]) -> list[Any]:
         with self._client.pipeline(transaction=False) as pipe:

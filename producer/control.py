@@ -22,7 +22,7 @@ from kombu.exceptions import OperationalError
 
 from common import broker, layout
 from common.batch import CLOSED, FIRST_RUN, BatchStatus, Manifest, RequestCounts, Run, RunEnd, Usage
-from common.dispatch import Feeder, republish, send
+from common.dispatch import SOFT_LIMIT, Feeder, republish, send
 from common.errors import BrokerUnavailableError, NoSuchBatchError, ObjectMissingError, StoreUnavailableError
 from common.ledger import Ledger
 from common.runs import (
@@ -318,6 +318,8 @@ class _WorkerHint:
             self._note = f"waiting for the engine to load ({waited_s:.0f} s)"
         elif not any(beat.queue == AGGREGATE_QUEUE for beat in beats):
             self._note = f"waiting for an aggregator: start `worker aggregate` ({waited_s:.0f} s)"
+        elif (share := self._ledger.memory_share()) > SOFT_LIMIT:
+            self._note = f"waiting for room: the broker uses {share:.0%} of its memory ({waited_s:.0f} s)"
         else:
             self._since, self._note = at, ""
         return self._note if waited_s > NO_WORKER_S else ""

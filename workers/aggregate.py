@@ -12,6 +12,8 @@ leave Redis last. A row that is missing raises `HoleError` and nothing is writte
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -27,7 +29,7 @@ from common.batch import (
     failed_row,
     row_failed,
 )
-from common.dispatch import Feeder, send, shard_lines
+from common.dispatch import SOFT_LIMIT, Feeder, send, shard_lines
 from common.errors import HoleError
 from common.failures import Failure, FailureKind
 from common.ledger import Row
@@ -44,6 +46,7 @@ from common.runs import (
     state_of_run,
     write_end,
 )
+from common.spill import shard_rows, spill_shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -60,6 +63,9 @@ logger = logging.getLogger("fleet.aggregate")
 _ENDINGS = {BatchStatus.CANCELLED: FailureKind.CANCELLED, BatchStatus.EXPIRED: FailureKind.EXPIRED}
 _ENDED = {BatchStatus.CANCELLED: "was cancelled", BatchStatus.EXPIRED: "expired"}
 
+#: Seconds between two times that room is made in Redis.
+RELIEF_INTERVAL_S = 1.0
+
 #: Runs that are kept in memory; they never change.
 _RUNS = 64
 
@@ -74,6 +80,8 @@ class Aggregator:
         self._window = window
         self._queue = queue
         self._runs: dict[tuple[str, int], Run] = {}
+        self._relief = threading.Lock()
+        self._relieved: dict[str, float] = {}
 
     def seal_shard(self, batch_id: str, number: int, shard_number: int) -> bool:
         """Write the shard's part and drop its rows. True when every shard of the run is sealed now.
@@ -130,6 +138,8 @@ class Aggregator:
                 return None
             wish = read_ending(self._store, batch_id, number)
             end = write_end(self._store, batch_id, number, self._assemble(run, wish))
+            self._store.remove(layout.spills(batch_id, number))
+            self._relieved.pop(batch_id, None)
             logger.info("batch %s %s: %s", batch_id, end.status.value, end.counts.model_dump())
         self._ledger.close(batch_id, number, end.status.value)
         return end
@@ -138,7 +148,29 @@ class Aggregator:
         """Publish what the window allows; returns how many shards. A run that Redis lost is restored first."""
         run = self._run(batch_id, number)
         restore(self._store, self._ledger, run, window=self._window)
+        if self._ledger.memory_share() > SOFT_LIMIT:
+            self.relieve(batch_id, number)
         return Feeder(self._app, self._ledger, self._store, run, window=self._window, queue=self._queue).feed()
+
+    def relieve(self, batch_id: str, number: int) -> None:
+        """Make room in Redis: spill the finished rows of the run's open shards, once a second at most."""
+        run = self._run(batch_id, number)
+        progress = self._ledger.progress(batch_id, number)
+        if progress is None or not self._relief.acquire(blocking=False):
+            return
+        try:
+            if time.monotonic() - self._relieved.get(batch_id, 0.0) < RELIEF_INTERVAL_S:
+                return
+            sealed = self._ledger.sealed(batch_id, number)
+            rows = sum(
+                spill_shard(self._store, self._ledger, run, shard)
+                for shard in run.shards[: progress.frontier]
+                if shard.number not in sealed and self._ledger.recorded(batch_id, number, shard.number)
+            )
+            self._relieved[batch_id] = time.monotonic()
+        finally:
+            self._relief.release()
+        logger.warning("Redis is short of memory: moved %d rows of %s into the batch directory", rows, batch_id)
 
     def _write_part(self, run: Run, shard: Shard, rows: Iterable[bytes]) -> None:
         with self._store.writing(layout.part(run.batch_id, run.number, shard.number)) as part:
@@ -146,13 +178,12 @@ class Aggregator:
                 part.write(row + b"\n")
 
     def _rows_or_failures(self, run: Run, shard: Shard, failure: Failure) -> Iterator[bytes]:
-        rows = self._ledger.rows(run.batch_id, run.number, shard.number, shard.indexes)
+        rows = shard_rows(self._store, self._ledger, run, shard)
         for row, (_, line) in zip(rows, shard_lines(self._store, run, shard), strict=True):
             yield row if row is not None else failed_row(custom_id_of(line), failure)
 
     def _rows(self, run: Run, shard: Shard) -> Iterator[bytes]:
-        rows = self._ledger.rows(run.batch_id, run.number, shard.number, shard.indexes)
-        for index, row in zip(shard.indexes, rows, strict=True):
+        for index, row in zip(shard.indexes, shard_rows(self._store, self._ledger, run, shard), strict=True):
             if row is None:
                 raise HoleError(f"row {index} of {run.batch_id}, shard {shard.number}, is not recorded")
             yield row

@@ -24,6 +24,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import redis
 from billiard.einfo import ExceptionInfo
 from celery import bootsteps
 from celery.app.task import Context
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
     from workers.engine.host import EngineHost
 
 logger = logging.getLogger("fleet.pool")
+
+#: How the answers of a server begin that takes no writes now; redis-py cuts "OOM " off.
+_REFUSALS = ("command not allowed when used memory", "OOM ", "READONLY ", "MISCONF ", "NOREPLICAS ", "You can't write")
 
 #: Seconds before a delivery is handed back whose coroutine failed by a fault of ours.
 HAND_BACK_WAIT_S = 5.0
@@ -192,12 +196,15 @@ class TaskPool(BasePool):  # type: ignore[misc]  # Celery has no types
 
     @staticmethod
     def _count(task: Any, task_id: str, receipt: Any, context: Context) -> None:
-        """`mark_as_done`, tried again while Redis is away: Celery calls the chord's script without a retry."""
+        """`mark_as_done`, tried again while Redis is away or takes no writes: Celery itself does not."""
         wait_s = 0.2
         while True:
             try:
                 task.backend.mark_as_done(task_id, receipt, context, store_result=False)
-            except task.backend.connection_errors as exc:
+            except (*task.backend.connection_errors, redis.ResponseError) as exc:
+                # A server that is full, read-only or cannot persist refuses writes for a while, as one that is away.
+                if isinstance(exc, redis.ResponseError) and not str(exc).startswith(_REFUSALS):
+                    raise
                 logger.warning("receipt not counted yet: %s", type(exc).__name__)
                 if state.should_stop is not None or state.should_terminate is not None:
                     raise

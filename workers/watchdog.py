@@ -12,6 +12,7 @@ What a look does for each open batch, found from the store, so that a Redis that
     a part exists that Redis does not know sealed   note it
     all shards sealed, no end                      assemble it
     the window is not full                         feed it
+    a shard stays open with many finished rows      spill them: Redis must not hold what a straggler keeps open
     a shard is full and not sealed, twice seen     seal it (its chord did not fire)
     an index is neither recorded nor running, its queue has passed its message, and two leases and a sweep have gone by
                                                    send it again, as a plain task; then wait twice as long
@@ -50,6 +51,7 @@ from common.runs import (
     write_ending,
 )
 from common.settings import AGGREGATE_QUEUE
+from common.spill import spill_shard
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -68,6 +70,9 @@ LOCK_S = 20.0
 SWEEP_S = 8.0
 #: Leases after which a marker that was not consumed counts as lost.
 MARKER_LEASES = 20
+#: Seconds for which a shard may be open, and rows that it must have gained, before finished rows are spilled.
+SPILL_AFTER_S = 60.0
+SPILL_ROWS = 16
 #: A closed batch is looked at again in one of so many looks.
 CLOSED_LOOKS = 120
 #: Seconds for which a heartbeat counts.
@@ -85,10 +90,19 @@ class _Gap:
 
 
 @dataclass
+class _Open:
+    """A shard that is not full. `since`: when it was first seen, or last spilled with so many rows `recorded`."""
+
+    since: float
+    recorded: int = 0
+
+
+@dataclass
 class _Watched:
     """What the last looks saw of one batch."""
 
     gaps: dict[int, _Gap] = field(default_factory=dict)
+    open: dict[int, _Open] = field(default_factory=dict)
     full: set[int] = field(default_factory=set)
 
 
@@ -124,13 +138,22 @@ class Watchdog:
     """Looks after the open batches of one store. `start` and `stop` may be called in any order, also twice."""
 
     def __init__(
-        self, app: Celery, store: ObjectStore, ledger: Ledger, aggregator: Aggregator, *, lease_s: float, queue: str
+        self,
+        app: Celery,
+        store: ObjectStore,
+        ledger: Ledger,
+        aggregator: Aggregator,
+        *,
+        lease_s: float,
+        queue: str,
+        spill_after_s: float = SPILL_AFTER_S,
     ) -> None:
         self._app = app
         self._store = store
         self._ledger = ledger
         self._aggregator = aggregator
         self._lease_s = lease_s
+        self._spill_after_s = spill_after_s
         self._queue = queue
         self._who = new_worker_id()
         #: An aggregator has a heartbeat too, so that a waiting producer can say when there is none.
@@ -223,7 +246,22 @@ class Watchdog:
         missing = [(shard, self._ledger.missing(batch_id, number, shard.number, shard.indexes)) for shard in published]
         watched = self._watched.setdefault(batch_id, _Watched())
         self._seal_full(run, {shard.number for shard, indexes in missing if not indexes}, watched)
-        self._fill_gaps(run, [(shard, indexes) for shard, indexes in missing if indexes], watched)
+        unrecorded = [(shard, indexes) for shard, indexes in missing if indexes]
+        self._fill_gaps(run, unrecorded, watched)
+        self._spill(run, unrecorded, watched)
+
+    def _spill(self, run: Run, unrecorded: list[tuple[Shard, set[int]]], watched: _Watched) -> None:
+        """Spill what finished of shards that have been open for a while."""
+        at, seen = time.monotonic(), {}
+        for shard, indexes in unrecorded:
+            opened = seen[shard.number] = watched.open.get(shard.number) or _Open(at)
+            recorded = shard.count - len(indexes)
+            if at - opened.since >= self._spill_after_s and recorded - opened.recorded >= SPILL_ROWS:
+                rows = spill_shard(self._store, self._ledger, run, shard)
+                logger.info("shard %d of %s stays open: moved %d rows into its batch directory",
+                            shard.number, run.batch_id, rows)  # fmt: skip
+                seen[shard.number] = _Open(at, recorded)
+        watched.open = seen
 
     def _seal_full(self, run: Run, full: set[int], watched: _Watched) -> None:
         for shard in full & watched.full:

@@ -1,0 +1,209 @@
+"""Spilled rows: they count as recorded, survive an emptied Redis, and end up in the part with the others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from common import layout
+from common.batch import BatchStatus, first_run
+from common.errors import HoleError
+from common.ledger import Address, Claim, Ledger, Row, Verdict
+from common.runs import restore, state_of, write_ending
+from common.spill import spill_shard, spilled_rows
+from common.store import LocalStore
+from producer import control, intake
+from tests.invariants import chat_lines, rows_of
+from workers.aggregate import Aggregator
+from workers.watchdog import SPILL_ROWS, Watchdog
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from common.batch import Run
+    from tests.servers import BrokerServer
+
+#: Enough for shards that hold more than `SPILL_ROWS`.
+COUNT = 1280
+
+
+def row(index: int, text: str = "text") -> bytes:
+    body = f'{{"text":"{text}","usage":{{}}}}'
+    return (
+        f'{{"id":"echo-{index}","custom_id":"c{index:05d}","response":{{"status_code":200,"body":{body}}},"error":null}}'
+    ).encode()
+
+
+class Spilling:
+    """A batch of one shard whose run is in Redis."""
+
+    def __init__(self, server: BrokerServer, folder: Path) -> None:
+        self.client = server.client
+        self.ledger = Ledger(server.client)
+        self.store = LocalStore(folder / "store")
+        source = folder / "in.jsonl"
+        source.write_text("".join(f"{line}\n" for line in chat_lines(COUNT)))
+        manifest = control.write_batch(self.store, intake.check("in", str(source)), digest="d", max_shard_size=1000)
+        self.run: Run = first_run(manifest)
+        assert self.run.shards[0].count == 40
+        self.shard = self.run.shards[0]
+        self.aggregator = Aggregator(None, self.store, self.ledger, window=100, queue="gpu")  # type: ignore[arg-type]  # sends nothing
+        restore(self.store, self.ledger, self.run, window=100)
+
+    def record(self, *indexes: int, text: str = "text") -> list[Verdict]:
+        rows = [
+            Row(
+                Address(self.run.batch_id, 1, 0, index), row(index, text),
+                failed=False, prompt_tokens=0, completion_tokens=0, shard_count=self.shard.count,
+            )
+            for index in indexes
+        ]  # fmt: skip
+        return [recorded.verdict for recorded in self.ledger.record(rows)]
+
+    def spill(self) -> int:
+        return spill_shard(self.store, self.ledger, self.run, self.shard)
+
+    def row_bytes(self) -> int:
+        """Bytes of rows of the shard that are in Redis."""
+        return sum(len(value) for value in self.client.hgetall(f"fleet:{self.run.batch_id}:1:rows:0").values())
+
+    def part(self) -> list[str]:
+        """The texts of the sealed rows."""
+        part = self.store.read(layout.part(self.run.batch_id, 1, 0))
+        rows = rows_of(part)
+        assert [each["custom_id"] for each in rows] == [f"c{index:05d}" for index in self.shard.indexes]
+        return [each["response"]["body"]["text"] for each in rows]
+
+
+@pytest.fixture
+def batch(broker_server: BrokerServer, tmp_path: Path) -> Spilling:
+    return Spilling(broker_server, tmp_path)
+
+
+def test_spilled_rows_leave_redis_and_end_up_in_the_part(batch: Spilling) -> None:
+    batch.record(1, 5, 2)
+
+    assert batch.spill() == 3
+
+    assert batch.row_bytes() == 0
+    assert [index for index, _ in spilled_rows(batch.store, batch.run, 0)] == [1, 2, 5]
+    batch.record(*(index for index in batch.shard.indexes if index not in (1, 2, 5)), text="later")
+    batch.aggregator.seal_shard(batch.run.batch_id, 1, 0)
+    assert [n for n, text in enumerate(batch.part()) if text == "text"] == [1, 2, 5]
+
+
+def test_a_spilled_request_is_recorded(batch: Spilling) -> None:
+    """It is not begun again, a second row of it is dropped, and the shard is full with it."""
+    batch.record(3)
+    batch.spill()
+
+    (begun,) = batch.ledger.begin([Claim(Address(batch.run.batch_id, 1, 0, 3), "w/d")])
+
+    assert begun.verdict is Verdict.DONE
+    assert batch.record(3, text="second") == [Verdict.DONE]
+    assert batch.ledger.missing(batch.run.batch_id, 1, 0, batch.shard.indexes) == set(batch.shard.indexes) - {3}
+
+
+def test_spilled_rows_survive_an_emptied_redis(batch: Spilling) -> None:
+    batch.record(0, 1, 2)
+    batch.spill()
+    batch.record(4)
+    batch.client.flushall()
+
+    restore(batch.store, batch.ledger, batch.run, window=100)
+
+    assert batch.ledger.missing(batch.run.batch_id, 1, 0, batch.shard.indexes) == set(batch.shard.indexes) - {0, 1, 2}
+    assert state_of(batch.store, batch.ledger, batch.run.manifest).counts.completed == 3
+    batch.record(*batch.shard.indexes, text="later")
+    batch.aggregator.seal_shard(batch.run.batch_id, 1, 0)
+    assert [n for n, text in enumerate(batch.part()) if text == "text"] == [0, 1, 2]
+
+
+def test_the_first_spill_of_a_request_counts(batch: Spilling) -> None:
+    """A spiller slept while Redis was emptied and the request was run again: both rows lie there, one is used."""
+    batch.record(7, text="first")
+    batch.spill()
+    batch.client.flushall()
+    restore(batch.store, batch.ledger, batch.run, window=100)
+    batch.client.hdel(f"fleet:{batch.run.batch_id}:1:rows:0", "7")
+    batch.record(7, text="second")
+    batch.spill()
+
+    assert [line for _, line in spilled_rows(batch.store, batch.run, 0)] == [row(7, "first")]
+
+
+def test_a_row_that_is_another_by_now_is_not_let_go(batch: Spilling) -> None:
+    """The spill object exists, Redis was emptied, and the request ran again: the row in Redis stays."""
+    batch.record(1)
+    key = f"fleet:{batch.run.batch_id}:1:rows:0"
+
+    assert batch.ledger.mark_spilled(batch.run.batch_id, 1, 0, [(1, "0" * 40), (2, "0" * 40)]) == 0
+    assert batch.client.hget(key, "1") == row(1)
+    assert not batch.client.hexists(key, "2")
+
+
+def test_a_spill_that_is_gone_makes_no_hole(batch: Spilling) -> None:
+    """Its request is run again instead."""
+    batch.record(*batch.shard.indexes)
+    batch.spill()
+    batch.store.remove(layout.spills(batch.run.batch_id, 1))
+
+    with pytest.raises(HoleError):
+        batch.aggregator.seal_shard(batch.run.batch_id, 1, 0)
+
+    assert 0 in batch.ledger.missing(batch.run.batch_id, 1, 0, batch.shard.indexes)
+    assert not batch.store.exists(layout.part(batch.run.batch_id, 1, 0))
+
+
+def test_a_cancelled_batch_keeps_spilled_rows(batch: Spilling) -> None:
+    batch.record(2, 3)
+    batch.spill()
+    batch.record(5)
+    write_ending(batch.store, batch.run.batch_id, 1, BatchStatus.CANCELLED)
+
+    end = batch.aggregator.end_early(batch.run.batch_id, 1)
+
+    assert end is not None
+    assert (end.status, end.counts.completed, end.counts.failed) == (BatchStatus.CANCELLED, 3, COUNT - 3)
+    assert not batch.store.exists(layout.spill(batch.run.batch_id, 1, 0, 1))
+
+
+def test_the_watchdog_spills_what_a_straggler_keeps_open(batch: Spilling) -> None:
+    """And only what came since, the next time."""
+    watchdog = Watchdog(
+        None,
+        batch.store,
+        batch.ledger,
+        batch.aggregator,
+        lease_s=60,
+        queue="gpu",
+        spill_after_s=0.0,  # type: ignore[arg-type]  # sends nothing
+    )
+    for shard in batch.run.shards:
+        assert batch.ledger.claim_shard(batch.run.batch_id, 1, shard.number)
+    batch.record(*batch.shard.indexes[: SPILL_ROWS - 1])
+    for _ in range(2):  # the first look notes that the shard is open
+        watchdog.look()
+    assert batch.row_bytes() > 0
+
+    batch.record(batch.shard.indexes[SPILL_ROWS - 1])
+    watchdog.look()
+
+    assert batch.row_bytes() == 0
+    batch.record(batch.shard.indexes[SPILL_ROWS])
+    watchdog.look()
+    assert batch.row_bytes() > 0
+
+
+def test_only_so_many_bytes_of_rows_are_read_at_once(batch: Spilling, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows may be large: a slice of a whole shard would not fit into an aggregator."""
+    monkeypatch.setattr("common.ledger.SLICE_BYTES", 500)
+    batch.record(*batch.shard.indexes)
+    before = int(batch.client.info("commandstats")["cmdstat_hmget"]["calls"])
+
+    rows = list(batch.ledger.rows(batch.run.batch_id, 1, 0, batch.shard.indexes))
+
+    assert rows == [row(index) for index in batch.shard.indexes]
+    calls = int(batch.client.info("commandstats")["cmdstat_hmget"]["calls"]) - before
+    assert calls >= sum(map(len, rows)) // 500  # type: ignore[arg-type]  # no row is missing
