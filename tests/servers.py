@@ -207,6 +207,8 @@ class Workplace:
             "TMPDIR": str(self.temp),
             "XDG_STATE_HOME": str(self.state),
             "LC_ALL": "C.UTF-8",
+            # The code under test, where it is not the one that is installed.
+            **{name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ},
             **environment,
         }
 
