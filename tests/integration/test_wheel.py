@@ -52,7 +52,10 @@ def test_the_wheel_has_its_commands_and_the_engines_plugin(wheel: Path) -> None:
     entries = configparser.ConfigParser()
     entries.read_string(archive.read(name).decode())
 
-    assert dict(entries["console_scripts"]) == {"producer": "producer.cli:main", "worker": "workers.cli:main"}
+    assert dict(entries["console_scripts"]) == {
+        "producer": "producer.__main__:main",
+        "worker": "workers.__main__:main",
+    }
     assert dict(entries["vllm.general_plugins"]) == {"fleet": "workers.engine.tie:register"}
 
 
