@@ -19,8 +19,11 @@ Rules that Celery 5.7 imposes (celery/backends/redis.py):
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from typing import TYPE_CHECKING, Any
+
+from kombu.exceptions import BatchPublishError, OperationalError
 
 from common import broker, layout
 from common.settings import AGGREGATE_QUEUE
@@ -122,7 +125,7 @@ def publish_shard(app: Celery, store: ObjectStore, run: Run, shard: Shard, *, qu
         },
     )
     app.backend.set_chord_size(group_id, shard.count)
-    with app.producer_pool.acquire(block=True) as producer, producer.batch(max_size=PUBLISH_BATCH):
+    with _batch(app) as producer:
         for position, (index, line) in enumerate(shard_lines(store, run, shard)):
             _send_request(
                 app,
@@ -148,10 +151,21 @@ def republish(app: Celery, store: ObjectStore, run: Run, shard: Shard, indexes: 
     if not indexes:
         send(app, broker.SEAL_SHARD, batch_id=run.batch_id, run=run.number, shard=shard.number)
         return
-    with app.producer_pool.acquire(block=True) as producer, producer.batch(max_size=PUBLISH_BATCH):
+    with _batch(app) as producer:
         for index, line in shard_lines(store, run, shard):
             if index in indexes:
                 _send_request(app, producer, run, shard, index, line, queue=queue)
+
+
+@contextlib.contextmanager
+def _batch(app: Celery) -> Iterator[Any]:
+    """A producer whose messages travel together. Raises kombu's `OperationalError`."""
+    try:
+        with app.producer_pool.acquire(block=True) as producer, producer.batch(max_size=PUBLISH_BATCH):
+            yield producer
+    except BatchPublishError as exc:
+        # kombu 5.7 (transport/redis.py) wraps whatever Redis says to a batch in it, and it is no OperationalError.
+        raise OperationalError(str(exc.__cause__ or exc)) from exc
 
 
 def _send_request(

@@ -6,7 +6,7 @@ On failure: nothing here raises into kombu's event loop for a broker that is awa
 entries that could not be written are kept and tried again; what cannot be put back at exit is left to its lease.
 
     queue ─BRPOP─▶ held: in `unacked`, score = server's clock, renewed 4 times per lease while `Leases.alive()`
-                     │ ack ───────▶ written within 10 ms or 64 of them, in one MULTI
+                     │ ack ───────▶ written within 10 ms or 64 of them, in one script
                      │ requeue, process exit ──▶ front of its queue, marked redelivered
                      │ park ──────▶ not renewed any more; the sweep brings it back
                      │ not renewed for a lease ──sweep──▶ front of its queue, marked redelivered
@@ -14,7 +14,7 @@ entries that could not be written are kept and tried again; what cannot be put b
 
 Every delivery gets a tag of its own when it is received, so "the tag is in `unacked`" *means* "it is still ours": a
 process that was stopped beyond its lease cannot renew, acknowledge or requeue what belongs to another by now. Stock
-kombu keeps the tag over a redelivery. Each change is one script or MULTI; a script pushes before it deletes, since
+kombu keeps the tag over a redelivery. Each change is one script; a script pushes before it deletes, since
 a server that is full refuses the push.
 
 Closing a channel hands nothing back, because kombu closes channels alike when a socket broke and at the end. So a
@@ -29,12 +29,13 @@ scheme there. What is assumed of kombu's internals is held by `tests/contract/te
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import threading
 import weakref
 from dataclasses import dataclass
-from time import monotonic
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -45,7 +46,7 @@ from kombu.utils.encoding import bytes_to_str
 from kombu.utils.json import dumps, loads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 logger = logging.getLogger("fleet.transport")
 
@@ -58,6 +59,8 @@ ACK_BATCH = 64
 RENEWALS = 4
 #: Seconds between tries while the broker is away.
 RETRY_S = 0.25
+#: Seconds for which a full server is left alone by who could not declare a queue.
+FULL_WAIT_S = 2.0
 #: Tags of one script call or pipeline: a server is never busy for long, and 20 MB payloads are possible.
 RENEW_SLICE = 500
 RESTORE_SLICE = 50
@@ -72,6 +75,12 @@ _NOW = "local t = redis.call('TIME'); local now = t[1] + t[2] / 1000000\n"
 _APPEND = f"""{_NOW}
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 redis.call('ZADD', KEYS[2], now, ARGV[1])
+"""
+
+#: KEYS unacked, index; ARGV tags.
+_ACK = """
+redis.call('HDEL', KEYS[1], unpack(ARGV))
+redis.call('ZREM', KEYS[2], unpack(ARGV))
 """
 
 #: KEYS index; ARGV tags. Returns those that are not ours any more.
@@ -181,8 +190,8 @@ class Leases:
             self._client: Any = redis.Redis(connection_pool=redis.ConnectionPool(**params))
             version = str(self._client.info("server")["redis_version"])
             head = _ALLOW_FULL if int(version.partition(".")[0]) >= 7 else ""
-            self._append, self._renew, self._expired, self._restore = (
-                self._client.register_script(head + body) for body in (_APPEND, _RENEW, _EXPIRED, _RESTORE)
+            self._append, self._ack, self._renew, self._expired, self._restore = (
+                self._client.register_script(head + body) for body in (_APPEND, _ACK, _RENEW, _EXPIRED, _RESTORE)
             )
             if not self._pid:
                 atexit.register(self.hand_back)
@@ -340,8 +349,7 @@ class Leases:
         tags = self._take(self._acks)
         try:
             for part in _slices(tags, RENEW_SLICE):
-                with self._client.pipeline(transaction=True) as pipe:
-                    pipe.hdel(self._keys[0], *part).zrem(self._keys[1], *part).execute()
+                self._ack(self._keys, part)  # a full server refuses to begin a MULTI, though this one frees memory
         except BaseException:
             with self._lock:
                 self._acks += tags  # removing twice does no harm
@@ -467,6 +475,19 @@ class QoS(stock.QoS):  # type: ignore[misc]  # kombu has no types
             self._leases.sweep(self.channel._create_client(), every_s)  # noqa: SLF001
 
 
+@contextlib.contextmanager
+def _full_is_away() -> Iterator[None]:
+    """To a worker that starts, a server that is too full for its queues is one that is away: it tries again.
+
+    Celery does so at once, and to it a refusal would be the end. Raises `redis.ConnectionError`.
+    """
+    try:
+        yield
+    except redis.OutOfMemoryError as exc:
+        sleep(FULL_WAIT_S)
+        raise redis.ConnectionError(str(exc)) from exc
+
+
 class Channel(stock.Channel):  # type: ignore[misc]  # kombu has no types
     """A channel with one client for all its commands; stock kombu makes a `redis.Redis` per command, 48 µs each."""
 
@@ -488,6 +509,16 @@ class Channel(stock.Channel):  # type: ignore[misc]  # kombu has no types
 
     def _get(self, queue: str) -> dict[str, Any]:
         return _from_queue(super()._get(queue), queue)
+
+    def queue_declare(self, *args: Any, **kwargs: Any) -> Any:
+        """Declare."""
+        with _full_is_away():
+            return super().queue_declare(*args, **kwargs)
+
+    def queue_bind(self, *args: Any, **kwargs: Any) -> None:
+        """Bind."""
+        with _full_is_away():
+            super().queue_bind(*args, **kwargs)
 
     def close(self) -> None:
         """Close. Over a dead socket stock kombu breaks off at the reply that it waits for, and stays half open."""
