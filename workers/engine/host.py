@@ -93,6 +93,12 @@ def _poison_message(strikes: int) -> str:
     return f"given up: {strikes} workers or engines died while they ran this request"
 
 
+def _is_cancelled() -> bool:
+    """Whether somebody cancelled the current task: the pool, a revoke, or the end of its run."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 #: The delivery that the current coroutine runs; set by the pool.
 current_delivery: ContextVar[Delivery] = ContextVar("fleet_delivery")
 
@@ -356,8 +362,6 @@ class EngineHost:
             if not self.dead and not self.engine.errored:
                 async with asyncio.timeout(self._request_timeout_s) as limit:
                     return await self.engine.run(request)
-        except asyncio.CancelledError:
-            raise
         except EngineDeadError:
             pass
         except EngineAbortedError:
@@ -366,7 +370,12 @@ class EngineHost:
             await asyncio.sleep(ABORT_WAIT_S)
             if not self.dead and not self.engine.errored:
                 return self._failed(request.line, FailureKind.ENGINE_ABORTED, "the engine cut the answer short")
-        except BaseException as exc:  # noqa: BLE001 - a request must not take the loop, and its neighbours, along
+        except BaseException as exc:
+            # A request must not take the loop, and its neighbours, along. A CancelledError that nobody asked for leaked
+            # out of the engine and is an exception like any other: taken for ours, the delivery would be neither
+            # answered nor handed back while this worker lives.
+            if isinstance(exc, asyncio.CancelledError) and _is_cancelled():
+                raise
             if not self.dead and not self.engine.errored:
                 if isinstance(exc, TimeoutError) and limit.expired():
                     reason = f"not answered within {self._request_timeout_s:g} s (FLEET_REQUEST_TIMEOUT_S)"
