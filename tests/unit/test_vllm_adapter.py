@@ -405,6 +405,19 @@ def test_an_aborted_choice_is_never_a_row(dies: bool, error: type[Exception]) ->
         asyncio.run(serve(handler, engine=engine)[0].answer(chat()))
 
 
+def test_without_the_look_at_aborts_an_answer_cut_short_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The safeguard off: vLLM itself calls it a success."""
+    monkeypatch.setattr("workers.engine.vllm._was_aborted", lambda _: False)
+
+    async def handler(request: Any) -> Output:
+        return answer(Chat(choices=[Choice(finish_reason="abort")], usage=Usage(prompt_tokens=1, completion_tokens=1)))
+
+    reply = asyncio.run(serve(handler)[0].answer(chat()))
+
+    assert reply.failure is None
+    assert b'"finish_reason":"abort"' in reply.row
+
+
 def test_a_cancelled_request_is_never_a_row() -> None:
     """vLLM answers a cancellation with a row; the cancellation is what counts."""
     entered = asyncio.Event()

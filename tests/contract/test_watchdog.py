@@ -1,0 +1,135 @@
+"""What the watchdog heals, on a real server and a real store; and that nobody else does.
+
+Every test runs with the watchdog on and off: off, the same batch is looked at by nobody, and stands still.
+`tests/chaos` has the same through whole fleets.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from common import broker, layout
+from common.ledger import Address, Ledger, Row, WorkerBeat
+from common.runs import restore
+from common.store import LocalStore
+from producer import control, intake
+from tests.invariants import chat_lines
+from tests.servers import BrokerServer
+from workers import watchdog
+from workers.aggregate import Aggregator
+from workers.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from celery import Celery
+
+    from common.batch import Manifest
+
+ON_AND_OFF = pytest.mark.parametrize("on", [True, False], ids=["on", "off"])
+
+#: More looks than any healing takes.
+LOOKS = 4
+
+
+class Bench:
+    """A batch of one shard of three requests, published by nobody yet, and a watchdog that looks when it is told to."""
+
+    def __init__(self, server: BrokerServer, folder: Path) -> None:
+        self.server = server
+        self.client = server.client
+        self.app: Celery = broker.make_app(server.url)
+        self.store = LocalStore(folder / "store")
+        self.ledger = Ledger(self.client)
+        aggregator = Aggregator(self.app, self.store, self.ledger, window=16, queue="gpu")
+        self.watchdog = Watchdog(self.app, self.store, self.ledger, aggregator, lease_s=0.0, queue="gpu")
+        source = folder / "in.jsonl"
+        source.write_text("".join(f"{line}\n" for line in chat_lines(3)))
+        checked = intake.check("in.jsonl", str(source))
+        self.manifest: Manifest = control.write_batch(self.store, checked, digest="d", max_shard_size=16)
+        self.batch_id = self.manifest.batch_id
+
+    def publish(self) -> None:
+        """As a producer does it; the messages are lost at once."""
+        restore(self.store, self.ledger, self.manifest, window=16)
+        assert self.ledger.claim_shard(self.batch_id, 1, 0)
+
+    def finish(self, *indexes: int) -> None:
+        self.ledger.record([Row(Address(self.batch_id, 1, 0, index), b"{}", False, 0, 0, 3) for index in indexes])
+
+    def look(self, on: bool) -> None:
+        for _ in range(LOOKS if on else 0):
+            self.watchdog.look()
+
+    def sent(self, queue: str) -> list[str]:
+        messages: Any = self.client.lrange(queue, 0, -1)
+        return [json.loads(message)["headers"]["task"] for message in messages]
+
+
+@pytest.fixture
+def bench(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setattr(watchdog, "SWEEP_S", 0.0)
+    with BrokerServer(tmp_path / "b", {"PATH": os.environ.get("PATH", os.defpath)}) as started:
+        made = Bench(started, tmp_path)
+        yield made
+        made.app.backend.client.connection_pool.disconnect()
+        made.app.pool.force_close_all()
+        made.app.close()
+
+
+@ON_AND_OFF
+def test_an_emptied_broker_learns_of_its_batches_again(bench: Bench, on: bool) -> None:
+    bench.publish()
+    bench.client.flushall()
+
+    bench.look(on)
+
+    assert (bench.ledger.progress(bench.batch_id, 1) is not None) is on
+    assert bench.sent("gpu").count(broker.RUN_REQUEST) == (3 if on else 0)
+
+
+@ON_AND_OFF
+def test_lost_messages_are_sent_again(bench: Bench, on: bool) -> None:
+    """Those of requests that are neither recorded nor running, once a worker has emptied their queue."""
+    bench.publish()
+    bench.finish(1)
+    bench.ledger.beat(WorkerBeat("w", "ready", "echo", ("m",), "gpu", 1), 60.0)
+
+    bench.look(on)
+
+    assert bench.sent("gpu").count(broker.RUN_REQUEST) == (2 if on else 0)
+
+
+def test_nothing_is_sent_again_while_nobody_works(bench: Bench) -> None:
+    bench.publish()
+
+    bench.look(on=True)
+
+    assert bench.sent("gpu") == []
+
+
+@ON_AND_OFF
+def test_a_full_shard_whose_chord_fired_nothing_is_sealed(bench: Bench, on: bool) -> None:
+    bench.publish()
+    bench.finish(0, 1, 2)
+
+    bench.look(on)
+
+    assert (broker.SEAL_SHARD in bench.sent("aggregate")) is on
+
+
+@ON_AND_OFF
+def test_a_part_that_nobody_noted_is_noted_and_the_batch_assembled(bench: Bench, on: bool) -> None:
+    bench.publish()
+    with bench.store.writing(layout.part(bench.batch_id, 1, 0)) as part:
+        part.write(b"{}\n" * 3)
+
+    bench.look(on)
+
+    assert bench.ledger.is_sealed(bench.batch_id, 1, 0) is on
+    assert (broker.ASSEMBLE_BATCH in bench.sent("aggregate")) is on
