@@ -77,6 +77,10 @@ class WorkerSettings(FleetSettings):
     max_deliveries: int = Field(default=3, ge=2)
     #: Seconds that one engine call may take; 0 for no limit.
     request_timeout_s: float = Field(default=0.0, ge=0)
+    #: Port of the worker's or aggregator's metrics and health pages; 0 for none.
+    metrics_port: int = Field(default=0, ge=0, le=65535)
+    #: Address of these pages. In a container `0.0.0.0`; they ask for no password.
+    metrics_host: str = "127.0.0.1"
 
 
 Settings = TypeVar("Settings", bound=FleetSettings)

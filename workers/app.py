@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from workers.engine import Engine
+    from workers.metrics import WorkerMetrics
 
     #: Celery has no types; the attributes below hang on its app.
     WorkerApp = Any
@@ -88,6 +89,30 @@ class FleetApp:
             queue=GPU_QUEUE,
         )
 
+    @cached_property
+    def metrics(self) -> WorkerMetrics | None:
+        """What a serving worker measures, if anybody wants to see it."""
+        if not self.settings.metrics_port:
+            return None
+        from workers.metrics import WorkerMetrics  # noqa: PLC0415 - takes a while to import
+
+        return WorkerMetrics()
+
+    def serve_pages(self, *, aggregates: bool) -> None:
+        """Show metrics and health, from before the engine loads until the process ends."""
+        if not self.settings.metrics_port:
+            return
+        from workers.metrics import serve_pages  # noqa: PLC0415 - takes a while to import
+
+        if aggregates:
+            watchdog = self.watchdog
+            alive, ready = (lambda: watchdog.alive), (lambda: watchdog.started)
+        else:
+            metrics = self.metrics
+            assert metrics is not None
+            alive, ready = (lambda: metrics.alive), (lambda: metrics.ready)
+        serve_pages(self.settings.metrics_host, self.settings.metrics_port, alive=alive, ready=ready)
+
     def make_host(self) -> EngineHost:
         """An engine host, not started. A worker whose loop stands still loses its deliveries."""
         host = EngineHost(
@@ -100,6 +125,7 @@ class FleetApp:
             lease_s=self.settings.lease_s,
             on_death=stop_with_engine,
             notify=self._notify,
+            observer=self.metrics,
         )
         Transport.leases.alive = lambda: host.alive
         return host
@@ -148,6 +174,11 @@ def configure_logging(loglevel: int = logging.INFO, **_: Any) -> None:
 def check_worker(sender: Any, **_: Any) -> None:
     """Celery's signal before a worker's pool is made."""
     refuse_wrong_pool(sender)
+    try:
+        sender.app.fleet.serve_pages(aggregates=AGGREGATE_QUEUE in sender.app.amqp.queues.consume_from)
+    except UsageError as exc:
+        print(f"error: {exc}", file=sys.stderr, flush=True)
+        raise SystemExit(exc.exit_code) from None  # any other exception would only be logged by Celery
 
 
 def start_watchdog(sender: Any, **_: Any) -> None:

@@ -14,14 +14,17 @@ import shlex
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from common.errors import BrokerUnavailableError, FleetError
+from common.errors import BrokerUnavailableError, FleetError, UsageError
 from common.settings import AGGREGATE_QUEUE, WorkerSettings, load
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 #: The aggregator's tasks wait for disk and Redis.
 AGGREGATE_THREADS = 4
+
+#: Where `vllm run-batch --enable-metrics` shows its metrics.
+RUN_BATCH_PORT = 8000
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -40,11 +43,33 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--max-inflight", type=int, metavar="N", help="requests in flight; default: the engine's rule")
     serve.add_argument("--queue", metavar="NAME", help="the queue to consume; default: gpu")
     serve.add_argument("--loglevel", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
+    # As `vllm run-batch` has them; its --url is what --host was called once.
+    serve.add_argument("--enable-metrics", action="store_true", help="the same as --metrics-port 8000, or --port")
+    serve.add_argument("--host", help="with --enable-metrics: the same as --metrics-host")
+    serve.add_argument("--port", type=int, help="with --enable-metrics: the port of the metrics; default: 8000")
+    _add_pages(serve)
     aggregate = commands.add_parser(
         "aggregate", allow_abbrev=False, help="seal shards, assemble outputs, feed the window"
     )
     aggregate.add_argument("--loglevel", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
+    _add_pages(aggregate)
     return parser
+
+
+def _add_pages(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--metrics-port", type=int, metavar="N", help="serve /metrics, /healthz and /readyz there")
+    parser.add_argument("--metrics-host", metavar="HOST", help="on this address; default: 127.0.0.1")
+
+
+def _choose_pages(options: argparse.Namespace) -> dict[str, object]:
+    """The settings that the options of the metrics stand for."""
+    port, host = options.metrics_port, options.metrics_host
+    if getattr(options, "enable_metrics", False):
+        port = next((each for each in (port, options.port) if each is not None), RUN_BATCH_PORT)
+        host = host or options.host
+    elif getattr(options, "host", None) is not None or getattr(options, "port", None) is not None:
+        raise UsageError("--host and --port are for metrics: say --enable-metrics too, or --metrics-port")
+    return {"FLEET_METRICS_PORT": port, "FLEET_METRICS_HOST": host}
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -71,8 +96,9 @@ def serve(options: argparse.Namespace, engine_args: Sequence[str]) -> int:
         "FLEET_MAX_INFLIGHT": options.max_inflight,
         "FLEET_QUEUE": options.queue,
         "FLEET_ENGINE_ARGS": shlex.join(engine_args) if engine_args else None,
+        **_choose_pages(options),
     }
-    os.environ.update({name: str(value) for name, value in chosen.items() if value is not None})
+    _set_environment(chosen)
     settings = load(WorkerSettings)
     _refuse_wrong_password(settings.broker_url)
     # The engine's processes find out by this that they belong to a worker: see `workers.engine.tie`.
@@ -85,6 +111,7 @@ def aggregate(options: argparse.Namespace) -> int:
     """Run the aggregator until it is stopped; returns its exit code."""
     from common.store import open_store  # noqa: PLC0415 - keeps --help fast
 
+    _set_environment(_choose_pages(options))
     open_store(load(WorkerSettings).with_store().store)  # say now, not in the first task, that it cannot be used
     return _run(
         pool="threads",
@@ -93,6 +120,10 @@ def aggregate(options: argparse.Namespace) -> int:
         loglevel=options.loglevel,
         concurrency=AGGREGATE_THREADS,
     )
+
+
+def _set_environment(chosen: Mapping[str, object]) -> None:
+    os.environ.update({name: str(value) for name, value in chosen.items() if value is not None})
 
 
 def _refuse_wrong_password(broker_url: str) -> None:

@@ -144,6 +144,7 @@ class TaskPool(BasePool):  # type: ignore[misc]  # Celery has no types
             )
             context = Context({**request, "args": positional, "kwargs": keywords, "is_eager": False, **(embed or {})})
             tag = context.properties["delivery_tag"]
+            self.host.observer.taken(redelivered=bool((context.delivery_info or {}).get("redelivered")))
             current_delivery.set(Delivery(self.host, tag, chorded=bool(context.chord)))
             failure: Exception | None = None
             receipt: Any = None
@@ -223,6 +224,7 @@ class TaskPool(BasePool):  # type: ignore[misc]  # Celery has no types
         """Drain: let running requests finish for `drain_s`, cancel the rest, stop the engine."""
         if not hasattr(self, "host"):
             return
+        self.host.drain()
         deadline = time.monotonic() + self.drain_s
         while self._coroutines and not self.host.dead and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -234,6 +236,7 @@ class TaskPool(BasePool):  # type: ignore[misc]  # Celery has no types
     def on_terminate(self) -> None:
         """A cold shutdown: hand everything back at once."""
         if hasattr(self, "host"):
+            self.host.drain()
             self._close()
 
     def _close(self) -> None:

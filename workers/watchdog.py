@@ -164,6 +164,16 @@ class Watchdog:
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
+    @property
+    def started(self) -> bool:
+        """Whether it looks, or has looked."""
+        return self._thread is not None
+
+    @property
+    def alive(self) -> bool:
+        """False when its thread died of a fault; whether a look succeeds is another matter."""
+        return self._thread is None or self._thread.is_alive() or self._stopping.is_set()
+
     def start(self) -> None:
         """Look every few seconds, in a thread."""
         if self._thread is None:

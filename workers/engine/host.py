@@ -42,6 +42,7 @@ from common.failures import Failure, FailureKind
 from common.ledger import Address, Begun, Claim, Recorded, Row, Verdict, WorkerBeat
 from workers.engine import Reply, Request
 from workers.engine.coalesce import Coalescer
+from workers.engine.observer import Unobserved
 from workers.engine.suspects import Quarantine
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
     from common.ledger import Ledger
     from workers.engine import Engine
+    from workers.engine.observer import Observer
 
 logger = logging.getLogger("fleet.host")
 
@@ -122,9 +124,14 @@ class EngineHost:
         lease_s: float = 30.0,
         on_death: Callable[[], None],
         notify: Callable[[str, Address], None],
+        observer: Observer | None = None,
     ) -> None:
         self.engine = engine
         self.dead = False
+        #: Requests on the engine now.
+        self.on_engine = 0
+        self.observer: Observer = observer or Unobserved()
+        self.observer.watch(self)
         self.loop = asyncio.new_event_loop()
         #: For blocking work of the loop's coroutines. Two threads: the work is short and mostly waits for Redis.
         self.executor = ThreadPoolExecutor(2, thread_name_prefix="fleet-host")
@@ -147,7 +154,7 @@ class EngineHost:
         self._started = False
         self._thread = threading.Thread(target=self._run_loop, name="fleet-loop", daemon=True)
         self._beater = threading.Thread(target=self._beat, name="fleet-beat", daemon=True)
-        self._watcher: asyncio.Task[None] | None = None
+        self._watchers: list[asyncio.Task[None]] = []
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -155,6 +162,27 @@ class EngineHost:
     def inflight(self) -> int:
         """Requests to keep in flight: the user's word, else the engine's rule."""
         return self._max_inflight or self.engine.default_inflight
+
+    @property
+    def capacity(self) -> int:
+        """Requests to keep in flight, as far as it is known: 0 while the engine loads and nobody said."""
+        return self.inflight if self._started else self._max_inflight
+
+    @property
+    def in_hand(self) -> int:
+        """Deliveries in hand."""
+        return len(self._in_hand)
+
+    @property
+    def state(self) -> str:
+        """loading, ready, draining or dead."""
+        return "dead" if self.dead else self._state
+
+    def drain(self) -> None:
+        """From now on no more requests come."""
+        if self._state != "draining":
+            self._state = "draining"
+            self.observer.draining(dead=self.dead)
 
     def start(self) -> Future[None]:
         """Start the loop, the heartbeat and the engine; the future resolves when the engine is ready.
@@ -199,7 +227,7 @@ class EngineHost:
         self._state = "ready"
         self._started = True
         self._ticked = time.monotonic()
-        self._watcher = self.loop.create_task(self._watch())
+        self._watchers = [self.loop.create_task(watch) for watch in (self._watch(), self._look())]
         logger.info(
             "engine %s ready, serves %s, %d in flight",
             self.engine.name,
@@ -208,20 +236,42 @@ class EngineHost:
         )
 
     async def _stop_engine(self) -> None:
-        if self._watcher is not None:
-            self._watcher.cancel()
+        for watcher in self._watchers:
+            watcher.cancel()
         await self.engine.stop()
 
     async def _watch(self) -> None:
-        """Once a second: show that the loop turns, look whether the engine lives and whether runs in hand end."""
+        """Once a second: show that the loop turns, and look whether the engine lives. Waits for nobody else."""
         while not self.dead:
             self._ticked = time.monotonic()
             try:
                 await self.engine.check_health()
             except EngineDeadError:
                 self._die()
-            await self._stop_ending_runs()
             await asyncio.sleep(WATCH_INTERVAL_S)
+
+    async def _look(self) -> None:
+        """Once a second: ask Redis whether runs in hand end, and whether an idle engine could have something to do.
+
+        A task of its own: a broker that hangs must not make the loop look as if it stood still.
+        """
+        looked = time.monotonic()
+        while not self.dead:
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            await self._stop_ending_runs()
+            seconds, looked = time.monotonic() - looked, time.monotonic()
+            await self._tell_idle(seconds)
+
+    async def _tell_idle(self, seconds: float) -> None:
+        """Tell how much of the last seconds' capacity is free, and whether the queue has something for it."""
+        free = self.inflight - self.on_engine
+        if free <= 0 or self._state != "ready":
+            return
+        try:
+            waiting = await self.loop.run_in_executor(self.executor, self._ledger.queue_length, self._queue)
+        except redis.RedisError:
+            return  # an outage is neither a backlog nor none
+        self.observer.idle(seconds * free / self.inflight, backlog=waiting > 0)
 
     async def _stop_ending_runs(self) -> None:
         runs = list({(each.at.batch_id, each.at.run) for each in self._in_hand.values()})
@@ -261,7 +311,7 @@ class EngineHost:
                 engine=self.engine.name,
                 models=tuple(self.engine.models),
                 queue=self._queue,
-                inflight=self.inflight if self._started else self._max_inflight,
+                inflight=self.capacity,
             )
             try:
                 if self.alive:
@@ -303,6 +353,7 @@ class EngineHost:
                 # The run is being cancelled or has expired: its receipt goes out, the aggregator writes the row.
                 task.uncancel()
             else:
+                self.observer.handed_back()
                 if not self.dead:
                     # Handed back, which is no strike. A dead engine's marks stay: what it ran may have killed it.
                     await self._in_thread(self._ledger.release, at, mark)
@@ -326,6 +377,7 @@ class EngineHost:
             shard_count=count,
         )
         recorded = await self._until_known(at, lambda: self._record(row))
+        self.observer.recorded(line, reply, first=recorded.verdict is Verdict.OURS)
         if recorded.full and not delivery.chorded:
             await self._send("seal", at)
         if recorded.feed:
@@ -341,6 +393,7 @@ class EngineHost:
                     claim = Claim(at, mark, strikes)
                     begun = await self._until_known(at, partial(self._begin, claim))
                     if begun.verdict is Verdict.OURS:
+                        self.observer.begun(begun.strikes)
                         reply = await self._call_engine(Request(line, begun.calls))
                         break
                 if begun.verdict is Verdict.DONE:
@@ -350,6 +403,7 @@ class EngineHost:
                 if begun.verdict is Verdict.SUSPECT:
                     strikes = begun.strikes  # it waits for its turn, without a mark: it must not be struck meanwhile
                 else:
+                    self.observer.parked()
                     raise Parked
             if reply.failure is None or not reply.failure.retryable or not tries_left:
                 break
@@ -361,7 +415,7 @@ class EngineHost:
         try:
             if not self.dead and not self.engine.errored:
                 async with asyncio.timeout(self._request_timeout_s) as limit:
-                    return await self.engine.run(request)
+                    return await self._run_on_engine(request)
         except EngineDeadError:
             pass
         except EngineAbortedError:
@@ -386,6 +440,16 @@ class EngineHost:
                 return self._failed(request.line, FailureKind.INTERNAL_ERROR, reason)
         self._die()
         return await self._hold()
+
+    async def _run_on_engine(self, request: Request) -> Reply:
+        started, reply = time.monotonic(), None
+        self.on_engine += 1
+        try:
+            reply = await self.engine.run(request)
+            return reply
+        finally:
+            self.on_engine -= 1
+            self.observer.called(request.line, time.monotonic() - started, reply)
 
     def _failed(self, line: str, kind: FailureKind, reason: str) -> Reply:
         return Reply(failed_row(custom_id_of(line), Failure(kind, reason), prefix=self.engine.name), kind)
