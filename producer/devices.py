@@ -1,7 +1,7 @@
 """Which GPUs each of several local workers gets.
 
 Owns: the split of a machine's GPUs among worker processes, and the share of memory where they must share one.
-Must not know: processes, vLLM's code. (What a CPU engine needs is decided where it starts, `workers.engine.vllm`.)
+Must not know: processes, vLLM's code. (What a CPU engine needs is decided where it starts, `workers.engine.vllm_cpu`.)
 
     2 workers, 2 GPUs: one each.   2 workers, 1 GPU: both on it, 45 % of its memory each.
     2 workers, 4 GPUs, --tensor-parallel-size 2: the first two, the last two.

@@ -1,4 +1,4 @@
-"""What the import linter cannot see: vLLM and boto3 are reached through one module each."""
+"""What the import linter cannot see: vLLM is reached by its adapter alone, boto3 by one module."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ PACKAGES = ("common", "producer", "workers")
 
 
 @pytest.mark.parametrize(
-    ("package", "home"), [("vllm", "workers/engine/vllm.py"), ("boto3", "common/store.py")], ids=["vllm", "boto3"]
+    ("package", "home"),
+    [("vllm", r"workers/engine/vllm\w*\.py"), ("boto3", r"common/store\.py")],
+    ids=["vllm", "boto3"],
 )
-def test_a_heavy_package_is_named_in_one_module_alone(package: str, home: str) -> None:
+def test_a_heavy_package_is_named_at_home_alone(package: str, home: str) -> None:
     """Neither `import vllm` nor `import_module("vllm…")` stands anywhere else."""
     reaches = re.compile(rf"""^\s*(?:import|from) {package}\b|import_module\(\s*["']{package}\b""", re.MULTILINE)
     found = [
@@ -24,4 +26,4 @@ def test_a_heavy_package_is_named_in_one_module_alone(package: str, home: str) -
         if reaches.search(path.read_text(encoding="utf-8"))
     ]
 
-    assert set(found) <= {home}
+    assert [path for path in found if not re.fullmatch(home, path)] == []

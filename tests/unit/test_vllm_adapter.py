@@ -22,25 +22,11 @@ from common.batch import SUCCESS_END
 from common.errors import EngineAbortedError, EngineDeadError, EngineStartError
 from common.failures import MAX_MESSAGE_BYTES, FailureKind
 from workers.engine import Request
-from workers.engine.vllm import (
-    CONFIG_DOOR,
-    GIB,
-    KV_MAX_BYTES,
-    KV_MIN_BYTES,
-    TRACKER_DOOR,
-    Serving,
-    Vllm,
-    VllmEngine,
-    available_bytes,
-    check_functions,
-    default_inflight,
-    door_of,
-    fit_cpu,
-    kv_cache_bytes,
-    prepare_environment,
-    served_models,
-    start_sentence,
-)
+from workers.engine.vllm import VllmEngine, prepare_environment, served_models
+from workers.engine.vllm_cpu import GIB, KV_MAX_BYTES, KV_MIN_BYTES, available_bytes, fit_cpu, kv_cache_bytes
+from workers.engine.vllm_doors import CONFIG_DOOR, TRACKER_DOOR, Vllm, check_functions, door_of
+from workers.engine.vllm_reasons import start_sentence
+from workers.engine.vllm_serving import Serving, default_inflight
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -491,7 +477,7 @@ def test_a_machine_without_vllm_is_told_so(monkeypatch: pytest.MonkeyPatch) -> N
     def import_nothing(name: str) -> Any:
         raise ModuleNotFoundError(name=name)
 
-    monkeypatch.setattr("workers.engine.vllm.import_module", import_nothing)
+    monkeypatch.setattr("workers.engine.vllm_doors.import_module", import_nothing)
     with pytest.raises(EngineStartError, match=r"not installed.*--engine echo"):
         Vllm.load()
 
@@ -590,8 +576,8 @@ def cpu_args(**given: Any) -> argparse.Namespace:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine of 8 cores with 8 GiB free."""
-    monkeypatch.setattr("workers.engine.vllm.available_bytes", lambda: 8 * GIB)
-    monkeypatch.setattr("workers.engine.vllm.cores", lambda: 8)
+    monkeypatch.setattr("workers.engine.vllm_cpu.available_bytes", lambda: 8 * GIB)
+    monkeypatch.setattr("workers.engine.vllm_cpu.cores", lambda: 8)
 
 
 @pytest.mark.usefixtures("machine")
@@ -656,7 +642,7 @@ def test_memory_is_counted_as_vllm_counts_it(monkeypatch: pytest.MonkeyPatch) ->
         ),
         "psutil": SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=8 * GIB)),
     }
-    monkeypatch.setattr("workers.engine.vllm.import_module", modules.__getitem__)
+    monkeypatch.setattr("workers.engine.vllm_cpu.import_module", modules.__getitem__)
     assert available_bytes() == 3 * GIB
     modules["vllm.utils.cpu_resource_utils"] = SimpleNamespace()
     assert available_bytes() == 8 * GIB
