@@ -163,6 +163,7 @@ def test_an_engine_says_who_it_is(shared: Started) -> None:
     """A started engine knows its name, the names it serves, and how much to give it."""
     assert shared.engine.name in SUBJECTS
     assert MODEL in shared.engine.models
+    assert "/v1/chat/completions" in shared.engine.endpoints
     assert shared.engine.default_inflight > 0
     assert not shared.engine.errored
     shared.wait(shared.engine.check_health())
@@ -266,7 +267,7 @@ def test_an_unsupported_url_is_a_400_row_that_lists_the_supported(shared: Starte
     row = check(reply)
     assert reply.failure is FailureKind.UNSUPPORTED_ENDPOINT
     assert row["response"]["status_code"] == 400
-    assert "/v1/chat/completions" in row["error"]["message"]
+    assert row["error"]["message"].endswith(f"{', '.join(shared.engine.endpoints)}.")
 
 
 def test_another_model_is_a_404_row(shared: Started) -> None:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
-from pydantic import BaseModel, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from common.batch import SUCCESS_END
 from common.errors import EngineAbortedError, EngineDeadError, EngineStartError
@@ -24,9 +24,10 @@ from common.failures import MAX_MESSAGE_BYTES, FailureKind
 from workers.engine import Request
 from workers.engine.vllm import VllmEngine, prepare_environment, served_models
 from workers.engine.vllm_cpu import GIB, KV_MAX_BYTES, KV_MIN_BYTES, available_bytes, fit_cpu, kv_cache_bytes
-from workers.engine.vllm_doors import CONFIG_DOOR, TRACKER_DOOR, Vllm, check_functions, door_of
+from workers.engine.vllm_doors import PLAIN_DOOR, TRACKER_DOOR, Vllm, check_functions, door_of
+from workers.engine.vllm_endpoints import build_endpoints
 from workers.engine.vllm_reasons import start_sentence
-from workers.engine.vllm_serving import Serving, default_inflight
+from workers.engine.vllm_serving import Serving, Watched, default_inflight
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,47 +114,95 @@ def failed(status: int, error: Any) -> Output:
     return Output(response=SimpleNamespaceModel(status_code=status, request_id="vllm-batch-1"), error=error)
 
 
-class RunBatch:
-    """The module vllm.entrypoints.launchers.run_batch of vLLM 0.30 to 0.32."""
+class Runner:
+    """The module vllm.entrypoints.launchers.run_batch, as far as it is the same in vLLM 0.30 to 0.33."""
 
     BatchRequestInput = BatchRequestInput
     BaseFrontendArgs = object
+    ErrorResponse = ErrorResponse
 
     @staticmethod
-    async def build_endpoint_registry(engine_client: Any, args: Any) -> Any: ...
+    def make_transcription_wrapper(is_translation: bool, allowed_media_domains: Any = None) -> Any:
+        return lambda handler: handler
 
     @staticmethod
-    def handle_endpoint_request(
-        request: Any, tracker: Any, url_matcher: Any, handler_getter: Any, wrapper_fn: Any = None
-    ) -> Any:
-        if not url_matcher(request.url):
-            return None
-        tracker.submitted()
+    def create_error_response(
+        message: Any, err_type: str = "BadRequestError", status_code: int = 400, param: str | None = None
+    ) -> ErrorResponse:
+        if isinstance(message, Exception):
+            status_code, err_type = 500, "InternalServerError"
+        return ErrorResponse(error=ErrorInfo(message=str(message), type=err_type, param=param, code=status_code))
+
+
+class RunBatch(Runner):
+    """The same of vLLM 0.30 to 0.32."""
+
+    @staticmethod
+    async def run_request(serving_engine_func: Any, request: Any, tracker: Any) -> Any:
+        output = await serving_engine_func(request)
         tracker.completed()
-        return handler_getter()(request)
+        return output
 
 
-class RunBatch33:
-    """The same module of vLLM 0.33."""
-
-    BatchRequestInput = BatchRequestInput
-    BaseFrontendArgs = object
+class RunBatch33(Runner):
+    """The same of vLLM 0.33."""
 
     @staticmethod
-    async def build_endpoint_registry(engine_client: Any, args: Any) -> Any: ...
-
-    @staticmethod
-    def handle_endpoint_request(request: Any, config: Any) -> Any:
-        if request.url != config["url"]:
-            return None
-        return config["handler_getter"]()(request)
+    async def run_request(serving_engine_func: Any, request: Any) -> Any:
+        return await serving_engine_func(request)
 
 
 def build_client(args: Any, *, usage_context: Any = None, client_config: Any = None) -> None: ...
 
 
+class Prompt(BaseModel):
+    """The body of a completion."""
+
+    prompt: str
+    stream: bool = False
+
+
+class Input(BaseModel):
+    """The body of /v1/responses; unknown fields are kept, as vLLM's request types keep them."""
+
+    model_config = ConfigDict(extra="allow")
+
+    input: str
+    store: bool | None = True
+    stream: bool | None = False
+    background: bool | None = False
+    previous_response_id: str | None = None
+
+
+BODIES = {"/v1/completions": Prompt, "/v1/responses": Input}
+
+
+def make_vllm(version: str, handlers: dict[str, Any]) -> Vllm:
+    """A vLLM of this version whose model has these handlers, by their names on the state of its HTTP server."""
+    door = door_of(version)
+    run_batch: Any = RunBatch if door is TRACKER_DOOR else RunBatch33
+
+    async def init_app_state(engine_client: Any, state: Any, args: Any, supported_tasks: Any = None) -> None:
+        assert supported_tasks == ("generate",)
+        for name, handler in handlers.items():
+            setattr(state, name, handler)
+
+    check_functions(version, door, run_batch, build_client, init_app_state)
+    return Vllm(version, door, run_batch, build_client, init_app_state, BODIES, ClientError)
+
+
 class Engine:
     errored = False
+    #: What `generate` gives.
+    outputs: tuple[Any, ...] = ()
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    async def generate(self, prompt: Any, sampling_params: Any = None, request_id: str = "") -> Any:
+        for output in self.outputs:
+            yield output
+
     vllm_config: ClassVar = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=512), parallel_config=SimpleNamespace(data_parallel_size=2)
     )
@@ -165,21 +214,22 @@ def version(request: pytest.FixtureRequest) -> str:
 
 
 def serve(
-    handler: Callable[[Any], Any] | None, version: str = "0.32.0", engine: Engine | None = None
+    handler: Callable[[Any], Any] | None,
+    version: str = "0.32.0",
+    engine: Engine | None = None,
+    **handlers: Any,
 ) -> tuple[Serving, Engine]:
-    """A served model that can only chat, by `handler`."""
-    door = door_of(version)
-    entry: dict[str, Any] = {"handler_getter": lambda: handler, "wrapper_fn": None}
-    if door is TRACKER_DOOR:
-        entry["url_matcher"] = lambda url: url == "/v1/chat/completions"
-        run_batch: Any = RunBatch
-    else:
-        entry["url"] = "/v1/chat/completions"
-        run_batch = RunBatch33
-    check_functions(version, door, run_batch, build_client)
+    """A served model that chats by `handler`, and has what else is given by the names of vLLM's state."""
+    if handler is not None:
+        handlers["openai_serving_chat"] = SimpleNamespace(create_chat_completion=handler)
+    vllm = make_vllm(version, handlers)
     engine = engine or Engine()
-    vllm = Vllm(version, door, run_batch, build_client, ClientError)
-    return Serving(vllm, engine, {"completions": entry}, ("m",)), engine
+    endpoints = asyncio.run(build_endpoints(vllm, engine, argparse.Namespace(allowed_media_domains=None)))
+    return Serving(vllm, engine, endpoints, ("m",)), engine
+
+
+async def refuse_all(request: Any) -> Any:
+    raise AssertionError("no request should come here")
 
 
 def chat(body: dict[str, Any] | None = None, url: str = "/v1/chat/completions") -> Request:
@@ -197,7 +247,7 @@ def ask(serving: Serving, request: Request) -> tuple[dict[str, Any], FailureKind
 
 def test_known_versions_have_a_door() -> None:
     assert {door_of(f"0.{minor}.1") for minor in (30, 31, 32)} == {TRACKER_DOOR}
-    assert door_of("0.33.0") is CONFIG_DOOR
+    assert door_of("0.33.0") is PLAIN_DOOR
     assert door_of("0.32.0+cpu") is TRACKER_DOOR
 
 
@@ -207,29 +257,45 @@ def test_an_unknown_version_is_refused_by_name(version: str) -> None:
         door_of(version)
 
 
+async def init_app_state(engine_client: Any, state: Any, args: Any, supported_tasks: Any = None) -> None: ...
+
+
 @pytest.mark.parametrize(("version", "run_batch"), [("0.32.0", RunBatch33), ("0.33.0", RunBatch)])
 def test_functions_of_another_version_are_refused(version: str, run_batch: Any) -> None:
-    with pytest.raises(EngineStartError, match=rf"vLLM {version}.*handle_endpoint_request should take.*0\.30 to 0\.33"):
-        check_functions(version, door_of(version), run_batch, build_client)
+    with pytest.raises(EngineStartError, match=rf"vLLM {version}.*run_request should take.*0\.30 to 0\.33"):
+        check_functions(version, door_of(version), run_batch, build_client, init_app_state)
 
 
-@pytest.mark.parametrize("missing", ["handle_endpoint_request", "build_endpoint_registry", "BatchRequestInput"])
+NEEDED = ("run_request", "make_transcription_wrapper", "create_error_response", "ErrorResponse", "BatchRequestInput")
+
+
+@pytest.mark.parametrize("missing", NEEDED)
 def test_a_missing_function_is_refused(missing: str) -> None:
-    names = ("handle_endpoint_request", "build_endpoint_registry", "BatchRequestInput", "BaseFrontendArgs")
+    names = (*NEEDED, "BaseFrontendArgs")
     part = SimpleNamespace(**{name: getattr(RunBatch, name) for name in names if name != missing})
     with pytest.raises(EngineStartError, match=missing):
-        check_functions("0.32.0", TRACKER_DOOR, part, build_client)
+        check_functions("0.32.0", TRACKER_DOOR, part, build_client, init_app_state)
 
 
 def test_a_changed_engine_builder_is_refused() -> None:
     with pytest.raises(EngineStartError, match="build_async_engine_client"):
-        check_functions("0.32.0", TRACKER_DOOR, RunBatch, lambda config: None)
+        check_functions("0.32.0", TRACKER_DOOR, RunBatch, lambda config: None, init_app_state)
 
 
-def test_an_unknown_registry_is_refused() -> None:
-    vllm = Vllm("0.33.0", CONFIG_DOOR, RunBatch33, build_client, ClientError)
-    with pytest.raises(EngineStartError, match=r"0\.33\.0.*completions"):
-        Serving(vllm, Engine(), {"completions": {"handler_getter": None}}, ())
+def test_another_way_to_the_handlers_is_refused() -> None:
+    with pytest.raises(EngineStartError, match="init_app_state"):
+        check_functions("0.32.0", TRACKER_DOOR, RunBatch, build_client, lambda engine_client, app: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("openai_serving_completion", "create_completion"), ("openai_serving_responses", "create_responses")],
+)
+def test_a_handler_with_other_parameters_is_refused(name: str, method: str) -> None:
+    async def changed(request: Any, raw_request: Any, tenant: str) -> Any: ...
+
+    with pytest.raises(EngineStartError, match=r"/v1/\w+ should take \('request', 'raw_request'\)"):
+        serve(None, **{name: SimpleNamespace(**{method: changed})})
 
 
 def test_importing_the_module_imports_no_vllm() -> None:
@@ -307,15 +373,152 @@ def test_stream_mode_is_a_400_that_says_stream() -> None:
     assert row["response"]["body"]["error"]["code"] == 400
 
 
-@pytest.mark.parametrize("url", ["/v1/completions", "/chat/completions", "/v1/chat/completions/", "", "/v1/responses"])
+@pytest.mark.parametrize("url", ["/v1/complete", "/chat/completions", "/v1/chat/completions/", "", "score"])
 def test_a_url_that_is_not_served_lists_those_that_are(version: str, url: str) -> None:
     async def handler(request: Any) -> Output:
         raise AssertionError
 
-    row, failure = ask(serve(handler, version)[0], chat(url=url))
+    serving, _ = serve(handler, version)
+    row, failure = ask(serving, chat({"no": "body"}, url=url))
     assert failure is FailureKind.UNSUPPORTED_ENDPOINT
-    assert "supported: /v1/chat/completions." in row["error"]["message"]
+    assert row["error"]["message"] == f"The url {url!r} is not served; supported: /v1/chat/completions."
     assert row["response"]["status_code"] == 400
+
+
+@pytest.mark.parametrize("url", ["/v1/completions", "/v1/responses", "/v1/embeddings", "/score", "/v2/rerank"])
+def test_an_endpoint_that_the_model_lacks_lists_those_it_has(version: str, url: str) -> None:
+    """Whatever its body is: another one would not help."""
+    row, failure = ask(serve(refuse_all, version)[0], chat({"no": "body"}, url=url))
+    assert failure is FailureKind.UNSUPPORTED_ENDPOINT
+    assert row["error"]["message"] == "The model does not support this endpoint; supported: /v1/chat/completions."
+    assert row["response"]["status_code"] == 400
+
+
+def test_a_model_states_what_it_serves(version: str) -> None:
+    async def handler(request: Any, raw_request: Any = None) -> Any: ...
+
+    speech = {"create_transcription": handler, "create_translation": handler}
+    serving, _ = serve(
+        handler,
+        version,
+        openai_serving_completion=SimpleNamespace(create_completion=handler),
+        openai_serving_responses=SimpleNamespace(create_responses=handler),
+        serving_embedding=handler,
+        serving_scores=handler,
+        openai_serving_transcription=SimpleNamespace(**speech),
+        openai_serving_translation=SimpleNamespace(**speech),
+    )
+    assert serving.urls == (
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/embeddings",
+        "/v1/score",
+        "/v1/rerank",
+        "/v1/audio/transcriptions",
+        "/v1/audio/translations",
+    )
+    assert serve(None, version, serving_scores=handler)[0].urls == ("/v1/score", "/v1/rerank")
+
+
+# -- what vLLM's batch runner does not serve --------------------------------------------------------------------------
+
+
+class Answered(BaseModel):
+    """An answer with a field that is written by another name, and a number that JSON lacks."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    schema_: str = Field("s", alias="schema")
+    logprob: float = float("-inf")
+    usage: Any = None
+
+
+def direct(url: str, handler: Any, version: str = "0.32.0") -> Serving:
+    name, method = {
+        "/v1/completions": ("openai_serving_completion", "create_completion"),
+        "/v1/responses": ("openai_serving_responses", "create_responses"),
+    }[url]
+    return serve(None, version, **{name: SimpleNamespace(**{method: handler})})[0]
+
+
+@pytest.mark.parametrize("url", BODIES)
+def test_a_direct_answer_is_a_row_of_the_batch_runners_shape(version: str, url: str) -> None:
+    usage = {"prompt_tokens": 3, "completion_tokens": 5} if url == "/v1/completions" else {}
+    usage = usage or {"input_tokens": 3, "output_tokens": 5}
+
+    async def handler(request: Any, raw_request: Any = None) -> Any:
+        assert raw_request is None
+        return Answered(usage=SimpleUsage(**usage))
+
+    reply = asyncio.run(direct(url, handler, version).answer(chat({"prompt": "x", "input": "x"}, url=url)))
+    row = json.loads(reply.row)
+    assert (reply.failure, reply.prompt_tokens, reply.completion_tokens) == (None, 3, 5)
+    assert reply.row.endswith(SUCCESS_END)
+    assert list(row) == ["id", "custom_id", "response", "error"]
+    assert row["response"]["body"] == {"schema": "s", "logprob": None, "usage": usage}
+    assert row["id"].startswith("vllm-")
+    assert row["response"]["request_id"].startswith("vllm-batch-")
+
+
+class SimpleUsage(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+@pytest.mark.parametrize(
+    ("url", "field", "value"),
+    [
+        ("/v1/completions", "stream", True),
+        ("/v1/responses", "stream", True),
+        ("/v1/responses", "background", True),
+        ("/v1/responses", "previous_response_id", "resp_1"),
+        ("/v1/responses", "conversation", "conv_1"),
+    ],
+)
+def test_what_a_batch_cannot_honour_is_refused_by_name(url: str, field: str, value: Any) -> None:
+    async def handler(request: Any, raw_request: Any = None) -> Any:
+        raise AssertionError
+
+    row, failure = ask(direct(url, handler), chat({"prompt": "x", "input": "x", field: value}, url=url))
+    assert failure is FailureKind.INVALID_REQUEST
+    assert row["response"]["status_code"] == 400
+    assert row["response"]["body"]["error"]["param"] == field
+    assert field in row["error"]["message"]
+
+
+def test_no_response_is_stored() -> None:
+    """Where vLLM's store is switched on, it would grow with the batch."""
+    seen = []
+
+    async def handler(request: Any, raw_request: Any = None) -> Any:
+        seen.append(request.store)
+        return Answered()
+
+    ask(direct("/v1/responses", handler), chat({"input": "x", "store": True}, url="/v1/responses"))
+    assert seen == [False]
+
+
+def test_an_unreadable_direct_body_names_its_field() -> None:
+    row, _ = ask(direct("/v1/completions", refuse_direct), chat({"prompt": [SENTINEL]}, url="/v1/completions"))
+    assert "body.prompt: Input should be a valid string" in row["error"]["message"]
+    assert SENTINEL not in row["error"]["message"]
+
+
+async def refuse_direct(request: Any, raw_request: Any = None) -> Any:
+    raise AssertionError
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_direct_handlers_error_is_its_row(raises: bool) -> None:
+    async def handler(request: Any, raw_request: Any = None) -> Any:
+        if raises:
+            raise RuntimeError("broken")
+        return Runner.create_error_response("no such model", "NotFoundError", 404, "model")
+
+    row, failure = ask(direct("/v1/completions", handler), chat({"prompt": "x"}, url="/v1/completions"))
+    assert failure is (FailureKind.ENGINE_ERROR if raises else FailureKind.MODEL_NOT_FOUND)
+    assert row["response"]["status_code"] == (500 if raises else 404)
+    assert row["error"]["message"] == ("broken" if raises else "no such model")
 
 
 def test_a_long_url_is_cut() -> None:
@@ -325,7 +528,7 @@ def test_a_long_url_is_cut() -> None:
 
 def test_a_number_that_is_not_finite_never_reaches_the_engine() -> None:
     line = chat().line.replace('"messages"', '"temperature": 1e400, "messages"')
-    row, failure = ask(serve(None)[0], Request(line))
+    row, failure = ask(serve(refuse_all)[0], Request(line))
     assert failure is FailureKind.INVALID_REQUEST
     assert "finite" in row["error"]["message"]
 
@@ -341,7 +544,7 @@ def test_a_number_that_is_not_finite_never_reaches_the_engine() -> None:
     ],
 )
 def test_a_line_that_vllm_cannot_read_is_explained_without_its_values(body: dict[str, Any], said: str) -> None:
-    row, failure = ask(serve(None)[0], chat(body))
+    row, failure = ask(serve(refuse_all)[0], chat(body))
     assert failure is FailureKind.INVALID_REQUEST
     message = row["error"]["message"]
     assert said in message
@@ -393,7 +596,7 @@ def test_an_aborted_choice_is_never_a_row(dies: bool, error: type[Exception]) ->
 
 def test_without_the_look_at_aborts_an_answer_cut_short_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """The safeguard off: vLLM itself calls it a success."""
-    monkeypatch.setattr("workers.engine.vllm._was_aborted", lambda _: False)
+    monkeypatch.setattr("workers.engine.vllm_serving.was_aborted", lambda _: False)
 
     async def handler(request: Any) -> Output:
         return answer(Chat(choices=[Choice(finish_reason="abort")], usage=Usage(prompt_tokens=1, completion_tokens=1)))
@@ -402,6 +605,61 @@ def test_without_the_look_at_aborts_an_answer_cut_short_is_a_row(monkeypatch: py
 
     assert reply.failure is None
     assert b'"finish_reason":"abort"' in reply.row
+
+
+def output_of(request_id: str, finish_reason: str) -> SimpleNamespace:
+    return SimpleNamespace(request_id=request_id, outputs=[SimpleNamespace(finish_reason=finish_reason)])
+
+
+@pytest.mark.parametrize(("dies", "error"), [(False, EngineAbortedError), (True, EngineDeadError)])
+def test_an_abort_that_the_answer_does_not_tell_is_never_a_row(dies: bool, error: type[Exception]) -> None:
+    """Of /v1/responses it reads "completed". A neighbour that was not cut short has its row."""
+    engine = Engine()
+    watched = Watched(engine)
+
+    async def handler(request: Any, raw_request: Any = None) -> Any:
+        engine.outputs = (output_of("r", "stop" if request.input == "whole" else "abort"),)
+        # As vLLM does for several prompts: the engine is asked in a task of its own.
+        await asyncio.create_task(drain(watched.generate("x", None, request_id="r")))
+        engine.errored = dies and request.input == "cut"
+        return Answered()
+
+    async def drain(outputs: Any) -> None:
+        async for _ in outputs:
+            pass
+
+    serving = direct("/v1/responses", handler)
+    serving._engine = watched
+
+    async def both() -> list[Any]:
+        requests = [chat({"input": text}, url="/v1/responses") for text in ("whole", "cut")]
+        whole = await serving.answer(requests[0])
+        return [whole, *await asyncio.gather(serving.answer(requests[1]), return_exceptions=True)]
+
+    whole, cut = asyncio.run(both())
+    assert whole.failure is None
+    assert type(cut) is error
+
+
+def test_a_watched_engine_is_told_when_nobody_listens() -> None:
+    """A cancelled request must end in the engine too, at once and not with the garbage collector."""
+    closed = []
+
+    class Endless(Engine):
+        async def generate(self, prompt: Any, sampling_params: Any = None, request_id: str = "") -> Any:
+            try:
+                while True:
+                    yield output_of(request_id, "stop")
+            finally:
+                closed.append(request_id)
+
+    async def leave() -> None:
+        outputs = Watched(Endless()).generate("x", None, request_id="r")
+        await anext(outputs)
+        await outputs.aclose()
+        assert closed == ["r"]
+
+    asyncio.run(leave())
 
 
 def test_a_cancelled_request_is_never_a_row() -> None:
@@ -416,8 +674,10 @@ def test_a_cancelled_request_is_never_a_row() -> None:
             return failed(400, "Client disconnected")
         raise AssertionError
 
+    serving, _ = serve(handler)
+
     async def cancel() -> asyncio.Task[Any]:
-        task = asyncio.create_task(serve(handler)[0].answer(chat()))
+        task = asyncio.create_task(serving.answer(chat()))
         await entered.wait()
         task.cancel()
         await asyncio.wait({task})
@@ -436,9 +696,11 @@ def test_a_time_limit_ends_as_a_timeout() -> None:
             return failed(400, "Client disconnected")
         raise AssertionError
 
+    serving, _ = serve(handler)
+
     async def limited() -> None:
         async with asyncio.timeout(0.01):
-            await serve(handler)[0].answer(chat())
+            await serving.answer(chat())
 
     with pytest.raises(TimeoutError):
         asyncio.run(limited())

@@ -33,6 +33,7 @@ pytestmark = [
 
 CASES = Path(__file__).resolve().parents[1] / "cases"
 CHAT_URL = "/v1/chat/completions"
+GENERATE_URLS = (CHAT_URL, "/v1/completions", "/v1/responses")
 
 
 def chat(custom_id: str = "a", text: str = "Name one colour.", **body: Any) -> str:
@@ -86,6 +87,7 @@ def failure_of(reply: Reply) -> str:
 
 def test_an_engine_says_what_it_serves(engine: VllmEngine, loop: Any) -> None:
     assert (engine.name, engine.models) == ("vllm", ("test-model",))
+    assert engine.endpoints == GENERATE_URLS
     assert engine.default_inflight >= 256
     assert not engine.errored
     loop.run(engine.check_health())
@@ -146,11 +148,11 @@ def test_stream_is_refused_by_that_word(ask: Callable[..., list[Reply]]) -> None
     assert "stream" in failure_of(reply)
 
 
-@pytest.mark.parametrize("url", ["/chat/completions", "/v1/completions", "/v1/responses", ""])
+@pytest.mark.parametrize("url", ["/chat/completions", "/v1/completion", ""])
 def test_a_url_that_is_not_served_names_those_that_are(ask: Callable[..., list[Reply]], url: str) -> None:
     (reply,) = ask([chat().replace(CHAT_URL, url)])
     assert reply.failure is FailureKind.UNSUPPORTED_ENDPOINT
-    assert failure_of(reply).endswith("supported: /v1/chat/completions.")
+    assert failure_of(reply).endswith(f"supported: {', '.join(GENERATE_URLS)}.")
 
 
 @pytest.mark.parametrize("url", ["/v1/embeddings", "/v1/score", "/rerank"])
@@ -159,7 +161,7 @@ def test_an_endpoint_that_the_model_lacks_names_those_that_it_has(ask: Callable[
     (reply,) = ask([json.dumps({"custom_id": "a", "method": "POST", "url": url, "body": body})])
     assert reply.failure is FailureKind.UNSUPPORTED_ENDPOINT
     assert "does not support" in failure_of(reply)
-    assert failure_of(reply).endswith("supported: /v1/chat/completions.")
+    assert failure_of(reply).endswith(f"supported: {', '.join(GENERATE_URLS)}.")
 
 
 def test_another_model_is_a_404(ask: Callable[..., list[Reply]]) -> None:

@@ -54,6 +54,8 @@ class Engine(Protocol):
     name: str
     #: Names under which requests may address the model(s); known once started.
     models: tuple[str, ...]
+    #: Urls of the endpoints that the model serves, as a refusal of another url lists them; known once started.
+    endpoints: tuple[str, ...]
     #: How many requests to keep in flight when nobody says; known once started.
     default_inflight: int
 

@@ -317,6 +317,7 @@ class EchoEngine:
         self, model: str, *, latency_s: float = 0.0, tokens_per_s: float = 0.0, served_names: Sequence[str] = ()
     ) -> None:
         self.models: tuple[str, ...] = tuple(served_names) or (model,)
+        self.endpoints: tuple[str, ...] = SUPPORTED_URLS
         self._latency_s = latency_s
         self._tokens_per_s = tokens_per_s
         self._errored = False
@@ -387,7 +388,7 @@ class EchoEngine:
     def _answer(self, text: str, url: str, body: dict[str, Any]) -> tuple[Knobs, _Answer]:
         if url not in SUPPORTED_URLS:
             raise _RefusedError(
-                f"This URL is not supported. Supported endpoints: {', '.join(SUPPORTED_URLS)}",
+                f"This URL is not supported. Supported endpoints: {', '.join(SUPPORTED_URLS)}.",
                 kind=FailureKind.UNSUPPORTED_ENDPOINT,
                 param="url",
             )

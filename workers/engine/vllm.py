@@ -22,8 +22,9 @@ from common.errors import EngineDeadError, EngineStartError
 from workers.engine import tie
 from workers.engine.vllm_cpu import fit_cpu
 from workers.engine.vllm_doors import Vllm
+from workers.engine.vllm_endpoints import build_endpoints
 from workers.engine.vllm_reasons import start_sentence
-from workers.engine.vllm_serving import MIN_INFLIGHT, Serving
+from workers.engine.vllm_serving import MIN_INFLIGHT, Serving, Watched
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -50,6 +51,7 @@ class VllmEngine:
 
     def __init__(self, model: str, engine_args: Sequence[str]) -> None:
         self.models: tuple[str, ...] = ()
+        self.endpoints: tuple[str, ...] = ()
         self.default_inflight = MIN_INFLIGHT
         self._model = model
         self._engine_args = tuple(engine_args)
@@ -113,6 +115,7 @@ class VllmEngine:
         try:
             async with open_engine(vllm, self._model, self._engine_args) as self._serving:
                 self.models = self._serving.models
+                self.endpoints = self._serving.urls
                 self.default_inflight = self._serving.default_inflight
                 if not ready.done():
                     ready.set_result(None)
@@ -188,9 +191,8 @@ async def _start_serving(
     args = vllm.parse(model, engine_args)
     if vllm.is_cpu():
         fit_cpu(args, os.environ)
-    engine = await stack.enter_async_context(vllm.build_engine(args))
-    registry = await vllm.run_batch.build_endpoint_registry(engine, args)
-    return Serving(vllm, engine, registry, served_models(args))
+    engine = Watched(await stack.enter_async_context(vllm.build_engine(args)))
+    return Serving(vllm, engine, await build_endpoints(vllm, engine, args), served_models(args))
 
 
 def refuse_missing_folder(model: str) -> None:

@@ -3,11 +3,15 @@
 Owns: every name inside vLLM. Must not know: rows, the fleet.
 On failure: a version that is missing, broken, not known or not as it says is an `EngineStartError` of one sentence.
 
-What was read in the sources of vLLM 0.30, 0.32 and 0.33, and is relied on:
+What was read in the sources of vLLM 0.30 to 0.33 (0.32 alone is run by the tests), and is relied on:
 
-- `entrypoints/launchers/run_batch.py` is the batch runner's module in all of them. `build_endpoint_registry` gives
-  every endpoint that `vllm run-batch` serves; its handlers answer exceptions with error rows.
-- Only `handle_endpoint_request` differs: see `DOORS`. A version that is not in that table is refused.
+- `entrypoints/launchers/run_batch.py` is the batch runner's module in all of them. Its `run_request` asks a handler and
+  answers exceptions with error rows; only its parameters differ: see `DOORS`. A version that is not there is refused.
+- `init_app_state` (`entrypoints/launchers/api_server/app_state.py`) makes every handler of the HTTP API and takes the
+  same parameters in all of them. What it calls does not: `OpenAIServingResponses` takes `tool_strict_level` and
+  `enable_per_request_metrics` since 0.31, `OpenAIServingChat` `tool_strict_level` since 0.31. Hence no handler is made
+  here.
+- `create_completion` and `create_responses` take `(request, raw_request=None)` in all of them.
 
 vLLM's modules have no types here (`import_module` gives Any): they differ by version, and are not always installed.
 """
@@ -26,14 +30,11 @@ from workers.engine.vllm_reasons import first_line, flags_sentence
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Awaitable, Sequence
+    from collections.abc import Awaitable, Mapping, Sequence
 
 
 class _NoTracker:
     """The progress bar of vLLM's runner, which is not shown here."""
-
-    def submitted(self) -> None:
-        """Count nothing."""
 
     def completed(self) -> None:
         """Count nothing."""
@@ -41,54 +42,39 @@ class _NoTracker:
 
 _NO_TRACKER = _NoTracker()
 
-Handle = Callable[..., "Awaitable[Any] | None"]
+#: `run_batch.run_request`: asks a handler for the answer to a request, and never raises for the request's own fault.
+RunRequest = Callable[..., "Awaitable[Any]"]
 
 
 @dataclass(frozen=True)
 class Door:
-    """How one range of versions hands a request to its endpoint.
-
-    `parameters` are those of `run_batch.handle_endpoint_request`, `entry` the keys of a registry's entry, and `call`
-    hands over a request; None means that the entry's url is not the request's.
-    """
+    """How one range of versions asks a handler: the parameters of `run_batch.run_request`, and a call of it."""
 
     parameters: tuple[str, ...]
-    entry: frozenset[str]
-    call: Callable[[Handle, Any, Any], Awaitable[Any] | None]
+    call: Callable[[RunRequest, Any, Any], Awaitable[Any]]
 
 
-def _hand_over_with_tracker(handle: Handle, request: Any, entry: Any) -> Awaitable[Any] | None:
-    return handle(
-        request,
-        _NO_TRACKER,
-        url_matcher=entry["url_matcher"],
-        handler_getter=entry["handler_getter"],
-        wrapper_fn=entry["wrapper_fn"],
-    )
+def _run_with_tracker(run_request: RunRequest, handler: Any, request: Any) -> Awaitable[Any]:
+    return run_request(handler, request, _NO_TRACKER)
 
 
-def _hand_over_with_config(handle: Handle, request: Any, entry: Any) -> Awaitable[Any] | None:
-    return handle(request, entry)
+def _run(run_request: RunRequest, handler: Any, request: Any) -> Awaitable[Any]:
+    return run_request(handler, request)
 
 
 #: vLLM 0.30 to 0.32.
-TRACKER_DOOR = Door(
-    parameters=("request", "tracker", "url_matcher", "handler_getter", "wrapper_fn"),
-    entry=frozenset({"url_matcher", "handler_getter", "wrapper_fn"}),
-    call=_hand_over_with_tracker,
-)
+TRACKER_DOOR = Door(("serving_engine_func", "request", "tracker"), _run_with_tracker)
 
-#: vLLM 0.33. Its `run_one_request` is left alone: it parses and answers in one, and what fails must be told apart.
-CONFIG_DOOR = Door(
-    parameters=("request", "config"),
-    entry=frozenset({"url", "handler_getter", "wrapper_fn"}),
-    call=_hand_over_with_config,
-)
+#: vLLM 0.33.
+PLAIN_DOOR = Door(("serving_engine_func", "request"), _run)
 
 #: Minor versions of vLLM that are known. A new one is read, run and added here.
-DOORS = {"0.30": TRACKER_DOOR, "0.31": TRACKER_DOOR, "0.32": TRACKER_DOOR, "0.33": CONFIG_DOOR}
+DOORS = {"0.30": TRACKER_DOOR, "0.31": TRACKER_DOOR, "0.32": TRACKER_DOOR, "0.33": PLAIN_DOOR}
 
 SUPPORTED = "0.30 to 0.33"
+
+#: What vLLM serves over HTTP and its batch runner does not.
+COMPLETIONS_URL, RESPONSES_URL = "/v1/completions", "/v1/responses"
 
 
 def door_of(version: str) -> Door:
@@ -99,29 +85,36 @@ def door_of(version: str) -> Door:
     return door
 
 
-def check_functions(version: str, door: Door, run_batch: Any, build_engine: Any) -> None:
+def check_functions(version: str, door: Door, run_batch: Any, build_engine: Any, init_app_state: Any) -> None:
     """Check that vLLM's functions are what its version promises: a guess would show much later, as wrong rows.
 
     Raises `EngineStartError` that names the version and the function.
     """
+    wrapper = getattr(run_batch, "make_transcription_wrapper", None)
     expected = {
-        "handle_endpoint_request": (getattr(run_batch, "handle_endpoint_request", None), door.parameters),
-        "build_endpoint_registry": (getattr(run_batch, "build_endpoint_registry", None), ("engine_client", "args")),
+        "run_request": (getattr(run_batch, "run_request", None), door.parameters),
+        "make_transcription_wrapper": (wrapper, ("is_translation", "allowed_media_domains")),
         "build_async_engine_client": (build_engine, ("args", "usage_context", "client_config")),
+        "init_app_state": (init_app_state, ("engine_client", "state", "args", "supported_tasks")),
     }
     for name, (function, parameters) in expected.items():
-        found = tuple(inspect.signature(function).parameters) if callable(function) else None
-        if found != parameters:
-            raise EngineStartError(
-                f"vLLM {version} is not as its version says: {name} should take {parameters} but takes {found}; "
-                f"supported is vLLM {SUPPORTED}, unpatched."
-            )
-    for name in ("BatchRequestInput", "BaseFrontendArgs"):
+        check_parameters(version, name, function, parameters)
+    for name in ("BatchRequestInput", "BaseFrontendArgs", "create_error_response", "ErrorResponse"):
         if not hasattr(run_batch, name):
             raise EngineStartError(
                 f"vLLM {version} is not as its version says: its run_batch has no {name}; "
                 f"supported is vLLM {SUPPORTED}, unpatched."
             )
+
+
+def check_parameters(version: str, name: str, function: Any, parameters: tuple[str, ...]) -> None:
+    """Check one function's parameters; raises `EngineStartError`."""
+    found = tuple(inspect.signature(function).parameters) if callable(function) else None
+    if found != parameters:
+        raise EngineStartError(
+            f"vLLM {version} is not as its version says: {name} should take {parameters} but takes {found}; "
+            f"supported is vLLM {SUPPORTED}, unpatched."
+        )
 
 
 @dataclass(frozen=True)
@@ -134,6 +127,10 @@ class Vllm:
     run_batch: Any
     #: `build_async_engine_client` of vLLM.
     build_client: Callable[..., Any]
+    #: `init_app_state` of vLLM: puts every handler that the model has on a state.
+    init_app_state: Callable[..., Awaitable[None]]
+    #: The bodies that `BatchRequestInput` does not read, by their urls.
+    bodies: Mapping[str, Any]
     #: What besides `UNREADABLE` a bad line raises.
     client_error: type[Exception]
 
@@ -146,6 +143,9 @@ class Vllm:
             door = door_of(version)
             run_batch = import_module("vllm.entrypoints.launchers.run_batch")
             build_client = import_module("vllm.entrypoints.launchers.api_server.entry").build_async_engine_client
+            init_app_state = import_module("vllm.entrypoints.launchers.api_server.app_state").init_app_state
+            completion = import_module("vllm.entrypoints.openai.completion.protocol").CompletionRequest
+            responses = import_module("vllm.entrypoints.openai.responses.protocol").ResponsesRequest
             client_error = import_module("vllm.exceptions").VLLMClientError
         except (ImportError, AttributeError, RuntimeError, OSError) as exc:
             if isinstance(exc, ModuleNotFoundError) and exc.name == "vllm":
@@ -154,8 +154,9 @@ class Vllm:
                 ) from exc
             # RuntimeError: torch's, of a torchvision or a driver that does not fit it.
             raise EngineStartError(f"vLLM cannot be imported: {first_line(exc)}.") from exc
-        check_functions(version, door, run_batch, build_client)
-        return cls(version, door, run_batch, build_client, client_error)
+        check_functions(version, door, run_batch, build_client, init_app_state)
+        bodies = {COMPLETIONS_URL: completion, RESPONSES_URL: responses}
+        return cls(version, door, run_batch, build_client, init_app_state, bodies, client_error)
 
     def is_cpu(self) -> bool:
         """Whether vLLM computes on the CPU, by its own judgement."""
@@ -201,3 +202,9 @@ class Vllm:
         """Give vLLM's async context of an engine, with the defaults that `vllm run-batch` takes."""
         usage = import_module("vllm.usage.usage_lib").UsageContext
         return self.build_client(args, usage_context=usage.OPENAI_BATCH_RUNNER)
+
+    async def build_handlers(self, engine: Any, args: Namespace) -> Any:
+        """Give a state whose attributes are the handlers of vLLM's HTTP API, as far as the model has their tasks."""
+        state = import_module("starlette.datastructures").State()
+        await self.init_app_state(engine, state, args, await engine.get_supported_tasks())
+        return state

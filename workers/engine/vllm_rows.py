@@ -26,16 +26,13 @@ def refused(request: Request, failure: Failure) -> Reply:
     return Reply(failed_row(custom_id_of(request.line), failure, answered=answered), failure.kind)
 
 
-def failed(output: Any, unsupported: Failure | None) -> Reply:
-    """Write the row of a request that vLLM answered with an error: vLLM's ids, our shape.
-
-    `unsupported` is what to say where the model lacks the endpoint, and None where it has it.
-    """
+def failed(output: Any) -> Reply:
+    """Write the row of a request that vLLM answered with an error: vLLM's ids, our shape."""
     response, error = output.response, output.error
     status = int(response.status_code) if response is not None else 500
     if isinstance(error, str):
-        # Where the endpoint is there, the only string is of stream mode (vLLM 0.30–0.33, run_batch.run_request).
-        failure = unsupported or Failure(kind_of_status(status), error)
+        # Of stream mode (vLLM 0.30–0.33, run_batch.run_request).
+        failure = Failure(kind_of_status(status), error)
         answered = http_error(failure, type_="BadRequestError", code=status)
     else:
         info = error["error"] if isinstance(error, dict) else error.error
@@ -66,8 +63,9 @@ def succeeded(output: Any) -> Reply:
     usage = getattr(output.response.body, "usage", None)
     return Reply(
         row,
-        prompt_tokens=getattr(usage, "prompt_tokens", None) or 0,
-        completion_tokens=getattr(usage, "completion_tokens", None) or 0,
+        # The responses endpoint has names of its own; a transcription's usage is in seconds.
+        prompt_tokens=getattr(usage, "prompt_tokens", None) or getattr(usage, "input_tokens", None) or 0,
+        completion_tokens=getattr(usage, "completion_tokens", None) or getattr(usage, "output_tokens", None) or 0,
     )
 
 

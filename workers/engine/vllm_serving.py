@@ -15,19 +15,25 @@ What was read in the sources of vLLM 0.30, 0.32 and 0.33, and is relied on:
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+from pydantic_core import from_json
+
 from common.batch import has_nonfinite_number
-from common.errors import EngineAbortedError, EngineDeadError, EngineStartError
+from common.errors import EngineAbortedError, EngineDeadError
 from common.failures import Failure, FailureKind, cut
+from workers.engine.vllm_endpoints import find_endpoint
 from workers.engine.vllm_reasons import UNREADABLE, explain_unreadable
 from workers.engine.vllm_rows import failed, refused, succeeded, was_aborted
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
+    from collections.abc import AsyncIterator, Awaitable, Mapping
 
     from workers.engine import Reply, Request
-    from workers.engine.vllm_doors import Handle, Vllm
+    from workers.engine.vllm_doors import Vllm
+    from workers.engine.vllm_endpoints import Endpoint
 
 #: Requests in flight that keep an engine busy whatever its size.
 MIN_INFLIGHT = 256
@@ -36,22 +42,41 @@ MIN_INFLIGHT = 256
 MAX_URL_BYTES = 200
 
 
+class Watched:
+    """A client of vLLM's engine that remembers whether a request's answer was cut short.
+
+    Not every endpoint's answer says so: of `/v1/responses` it reads "completed" (vLLM 0.30–0.33,
+    entrypoints/openai/responses/serving.py), and a transcription has no word for it.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(self, *args: Any, **options: Any) -> AsyncIterator[Any]:
+        """As the engine's; notes an output that was aborted for the request that runs in this context."""
+        async with contextlib.aclosing(self._engine.generate(*args, **options)) as outputs:
+            async for output in outputs:
+                if any(choice.finish_reason == "abort" for choice in output.outputs):
+                    _aborts.get([]).append(output.request_id)
+                yield output
+
+
+#: The engine's outputs that were aborted, of the request that runs in this context.
+_aborts: ContextVar[list[str]] = ContextVar("aborts")
+
+
 class Serving:
     """A started engine and its endpoints: one request in, one row out."""
 
-    def __init__(self, vllm: Vllm, engine: Any, registry: dict[str, Any], models: tuple[str, ...]) -> None:
-        for key, entry in registry.items():
-            if not vllm.door.entry <= entry.keys():
-                raise EngineStartError(
-                    f"vLLM {vllm.version} is not as its version says: its endpoint {key!r} has {sorted(entry)}."
-                )
-        self._parse = vllm.run_batch.BatchRequestInput.model_validate_json
+    def __init__(self, vllm: Vllm, engine: Any, endpoints: Mapping[str, Endpoint], models: tuple[str, ...]) -> None:
         self._unreadable = (*UNREADABLE, vllm.client_error)
-        self._handle: Handle = vllm.run_batch.handle_endpoint_request
-        self._call = vllm.door.call
         self._engine = engine
-        self._registry = registry
+        self._endpoints = endpoints
         self.models = models
+        self.urls = tuple(url for url, endpoint in endpoints.items() if endpoint.handler is not None)
         self.default_inflight = default_inflight(engine.vllm_config)
 
     @property
@@ -65,22 +90,24 @@ class Serving:
             raise EngineDeadError
         if has_nonfinite_number(request.line):
             return refused(request, Failure(FailureKind.INVALID_REQUEST, "A number of the request is not finite."))
+        url = str(from_json(request.line)["url"])
+        endpoint = find_endpoint(self._endpoints, url)
+        if endpoint is None:
+            return refused(request, self._unsupported(f"The url {cut(url, MAX_URL_BYTES)!r} is not served"))
+        if endpoint.handler is None:
+            return refused(request, self._unsupported("The model does not support this endpoint"))
         try:
-            parsed = self._parse(request.line)
+            parsed = endpoint.read(request.line)
         except self._unreadable as exc:
             return refused(request, Failure(FailureKind.INVALID_REQUEST, explain_unreadable(exc)))
-        entry = self._registry.get(parsed.url.split("/")[-1])
-        pending = None if entry is None else self._call(self._handle, parsed, entry)
-        if entry is None or pending is None:
-            return refused(request, self._unsupported(f"The url {cut(parsed.url, MAX_URL_BYTES)!r} is not served"))
-        output = await self._await_answer(pending)
+        _aborts.set([])
+        output = await self._await_answer(endpoint.ask(parsed))
         if output.error is not None:
             # A dead engine answers every request at once, and with an error.
             if self.errored:
                 raise EngineDeadError
-            lacks = entry["handler_getter"]() is None
-            return failed(output, self._unsupported("The model does not support this endpoint") if lacks else None)
-        if was_aborted(output):
+            return failed(output)
+        if _aborts.get() or was_aborted(output):
             raise EngineDeadError if self.errored else EngineAbortedError
         return succeeded(output)
 
@@ -100,8 +127,7 @@ class Serving:
         return output
 
     def _unsupported(self, what: str) -> Failure:
-        served = [_url(key) for key, entry in self._registry.items() if entry["handler_getter"]() is not None]
-        return Failure(FailureKind.UNSUPPORTED_ENDPOINT, f"{what}; supported: {', '.join(served)}.")
+        return Failure(FailureKind.UNSUPPORTED_ENDPOINT, f"{what}; supported: {', '.join(self.urls)}.")
 
 
 def default_inflight(vllm_config: Any) -> int:
@@ -112,9 +138,3 @@ def default_inflight(vllm_config: Any) -> int:
     """
     seqs = vllm_config.scheduler_config.max_num_seqs * vllm_config.parallel_config.data_parallel_size
     return max(MIN_INFLIGHT, 2 * int(seqs))
-
-
-def _url(key: str) -> str:
-    """Return the url of a registry's key, as a user writes it (vLLM 0.33 has it in the entry, 0.32 in a function)."""
-    prefix = {"completions": "/v1/chat/", "transcriptions": "/v1/audio/", "translations": "/v1/audio/"}
-    return prefix.get(key, "/v1/") + key
