@@ -16,6 +16,9 @@ def test_codes_are_stable() -> None:
         "unsupported_endpoint",
         "model_not_found",
         "request_refused",
+        "media_refused",
+        "media_unavailable",
+        "media_download",
         "engine_overloaded",
         "engine_error",
         "engine_aborted",
@@ -38,9 +41,10 @@ def test_every_kind_stands_for_an_http_error(kind: FailureKind) -> None:
     assert 400 <= kind.status <= 599
 
 
-def test_only_faults_of_the_engine_are_retryable() -> None:
+def test_only_faults_of_the_engine_and_of_other_hosts_are_retryable() -> None:
     """The request itself is at fault in every 4xx: another try costs GPU time and changes nothing."""
     assert {kind for kind in FailureKind if kind.retryable} == {
+        FailureKind.MEDIA_DOWNLOAD,
         FailureKind.ENGINE_OVERLOADED,
         FailureKind.ENGINE_ERROR,
         FailureKind.ENGINE_ABORTED,
