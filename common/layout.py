@@ -12,6 +12,8 @@ batches/<batch_id>/errors.jsonl               the failed ones among them
 batches/<batch_id>/runs/<run>/output.jsonl    all rows, in the input's order, as a later run left them
 batches/<batch_id>/runs/<run>/errors.jsonl    the failed ones among them
 pointers/<digest>/000001                      id of a batch of this digest; created once, the highest number is in force
+store-id                                      what tells this store from every other one; created once
+create-once-probe                             means nothing: whether the store keeps to `If-None-Match` (S3 alone)
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ import uuid
 from common.errors import UsageError
 
 BATCHES = "batches"
+STORE_ID = "store-id"
+PROBE = "create-once-probe"
 
 _BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
 

@@ -35,8 +35,10 @@ class FleetSettings(BaseSettings):
 
     #: Redis or Valkey: `redis://`, `rediss://` or `redis+socket:///path?virtual_host=0`.
     broker_url: str = "redis://localhost:6379/0"
-    #: Root of the batch directories, `file:///…`; no default but with `--local`.
+    #: Root of the batch directories, `file:///…` or `s3://…`; no default but with `--local`.
     store: str = ""
+    #: URL of a store that is compatible with S3, for everything that is called `s3://…`; "" for AWS.
+    s3_endpoint: str = ""
     #: Most requests of a shard; small files get smaller shards so that they show progress too.
     shard_size: int = Field(default=MAX_SHARD_SIZE, ge=1, le=MAX_SHARD_SIZE)
     #: Requests of a batch that may be published and not finished.
@@ -55,7 +57,9 @@ class FleetSettings(BaseSettings):
     def with_store(self) -> Self:
         """These settings, checked to name a store."""
         if not self.store:
-            raise UsageError("FLEET_STORE is not set: name the folder of the batches, for example file:///srv/fleet")
+            raise UsageError(
+                "FLEET_STORE is not set: name the place of the batches: file:///srv/fleet or s3://bucket/prefix"
+            )
         return self
 
 

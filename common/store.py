@@ -1,6 +1,7 @@
 """The object store of the batch directories.
 
-Owns: the `ObjectStore` protocol, `LocalStore` (a folder, shared or not) and `open_store`.
+Owns: the `ObjectStore` protocol, `LocalStore` (a folder, shared or not), `open_store`, and the identity of a store.
+`common.s3store` has the other implementation; it is imported only where it is used, since boto3 is slow to import.
 Must not know: what the objects mean (`common.layout` names them).
 On failure: what is not there is `ObjectMissingError`; what cannot be asked is `StoreUnavailableError`. An outage is
 never read as absence: a missing root folder (a share that is not mounted) is an outage.
@@ -15,10 +16,12 @@ import contextlib
 import os
 import shutil
 import tempfile
+import uuid
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Protocol
 from urllib.parse import unquote_to_bytes, urlsplit
 
+from common import layout
 from common.errors import ObjectMissingError, StoreUnavailableError, UsageError
 
 if TYPE_CHECKING:
@@ -40,7 +43,7 @@ class ObjectStore(Protocol):
 
     @property
     def uri(self) -> str:
-        """Where the store is, without secrets; two processes share a store when their URIs are equal."""
+        """Where the store is, without secrets. Not its identity: two mounts of one share differ; see `store_id`."""
 
     def writing(self, name: str, *, replace: bool = False) -> AbstractContextManager[ObjectWriter]:
         """Write an object. Without `replace` an existing object stays as it is and `created` is False.
@@ -65,6 +68,9 @@ class ObjectStore(Protocol):
 
     def local_path(self, name: str) -> str | None:
         """Where the object lies on this machine, if it does: a user's file must not be the same one."""
+
+    def set_up_warnings(self) -> list[str]:
+        """What the store does not promise as it should, in sentences for operators; asks the store."""
 
 
 class _LocalWriter:
@@ -173,6 +179,10 @@ class LocalStore:
         """See `ObjectStore.local_path`."""
         return str(self.root / name)
 
+    def set_up_warnings(self) -> list[str]:
+        """See `ObjectStore.set_up_warnings`."""
+        return []
+
     def _require_root(self) -> None:
         if not self.root.is_dir():
             raise StoreUnavailableError(f"the store's folder {self.root} is not there")
@@ -200,12 +210,27 @@ def _sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def open_store(uri: str, *, create: bool = True) -> ObjectStore:
-    """The store that `uri` names: `file:///folder`, or a plain absolute path; made if it is not there yet.
+def store_id(store: ObjectStore) -> str:
+    """What tells this store from every other one, however it is reached. The first who asks makes it."""
+    try:
+        return store.read(layout.STORE_ID).decode()
+    except ObjectMissingError:
+        with store.writing(layout.STORE_ID) as out:
+            out.write(uuid.uuid4().hex.encode())
+        return store.read(layout.STORE_ID).decode()
 
+
+def open_store(uri: str, *, create: bool = True, s3_endpoint: str = "") -> ObjectStore:
+    """The store that `uri` names: `s3://bucket/prefix`, `file:///folder`, or an absolute path.
+
+    A folder is made if it is not there yet, a bucket never.
     Without `create` a store that is not there is an outage: whoever only looks has mistyped it.
     """
     parts = urlsplit(uri)
+    if parts.scheme == "s3":
+        from common.s3store import open_s3_store  # noqa: PLC0415 - a quarter of a second, for those who use it
+
+        return open_s3_store(uri, s3_endpoint, create=create)
     if parts.scheme == "file":
         if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
             raise UsageError(f"FLEET_STORE {uri!r}: a file URI has three slashes, file:///folder")
@@ -215,4 +240,4 @@ def open_store(uri: str, *, create: bool = True) -> ObjectStore:
         return LocalStore(Path(path), create=create)
     if not parts.scheme and uri.startswith("/"):
         return LocalStore(Path(uri), create=create)
-    raise UsageError("FLEET_STORE must be file:///folder or an absolute path")
+    raise UsageError("FLEET_STORE must be file:///folder, an absolute path, or s3://bucket/prefix")

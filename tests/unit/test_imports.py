@@ -13,7 +13,7 @@ PACKAGES = ("common", "producer", "workers")
 
 @pytest.mark.parametrize(
     ("package", "home"),
-    [("vllm", r"workers/engine/vllm\w*\.py"), ("boto3", r"common/store\.py")],
+    [("vllm", r"workers/engine/vllm\w*\.py"), ("boto3", r"common/s3\.py")],
     ids=["vllm", "boto3"],
 )
 def test_a_heavy_package_is_named_at_home_alone(package: str, home: str) -> None:
