@@ -139,7 +139,10 @@ def new_worker_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class WorkerBeat:
-    """A worker's heartbeat. `state` is "loading" or "ready", `inflight` its capacity in requests."""
+    """A worker's heartbeat. `state` is "loading" or "ready", `inflight` its capacity in requests.
+
+    An aggregator also says its store: the URI for people, and the id that tells it from every other one.
+    """
 
     worker_id: str
     state: str
@@ -147,6 +150,8 @@ class WorkerBeat:
     models: tuple[str, ...]
     queue: str
     inflight: int
+    store: str = ""
+    store_id: str = ""
 
 
 class Ledger:
@@ -416,6 +421,8 @@ class Ledger:
                 "models": list(beat.models),
                 "queue": beat.queue,
                 "inflight": beat.inflight,
+                "store": beat.store,
+                "store_id": beat.store_id,
             }
         )
         self._beat.call(
@@ -477,4 +484,6 @@ def _beat(worker_id: str, value: bytes) -> WorkerBeat:
         models=tuple(fields["models"]),
         queue=fields["queue"],
         inflight=fields["inflight"],
+        store=fields.get("store", ""),
+        store_id=fields.get("store_id", ""),
     )

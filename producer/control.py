@@ -23,7 +23,13 @@ from kombu.exceptions import OperationalError
 from common import broker, layout
 from common.batch import CLOSED, FIRST_RUN, BatchStatus, Manifest, RequestCounts, Run, RunEnd, Usage
 from common.dispatch import SOFT_LIMIT, Feeder, republish, send
-from common.errors import BrokerUnavailableError, NoSuchBatchError, ObjectMissingError, StoreUnavailableError
+from common.errors import (
+    BrokerUnavailableError,
+    NoSuchBatchError,
+    ObjectMissingError,
+    StoreUnavailableError,
+    UsageError,
+)
 from common.ledger import Ledger
 from common.runs import (
     BatchState,
@@ -41,14 +47,16 @@ from common.runs import (
     write_ending,
 )
 from common.settings import AGGREGATE_QUEUE, GPU_QUEUE
+from common.store import store_id
 from producer import intake
 from producer.interrupts import signals_deferred
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from celery import Celery
 
+    from common.ledger import WorkerBeat
     from common.settings import FleetSettings
     from common.store import ObjectStore
     from producer.output import Destination
@@ -90,9 +98,26 @@ class Fleet:
         broker.reachable(client, settings.broker_url)
         return cls(settings, store, broker.make_app(settings.broker_url, lease_s=settings.lease_s), Ledger(client))
 
+    def refuse_other_store(self) -> None:
+        """Refuse to submit where an aggregator works on another store: it would never find the batch.
+
+        Raises `UsageError`. While no aggregator is up there is nothing to compare; `wait` looks again.
+        """
+        stranger = other_store(self.ledger.workers(), store_id(self.store))
+        if stranger is not None:
+            raise UsageError(
+                f"this producer's store is {self.store.uri}, but the aggregator {stranger.worker_id} works on "
+                f"{stranger.store}: set FLEET_STORE alike for both"
+            )
+
     def feeder(self, run: Run) -> Feeder:
         """A feeder of the run."""
         return Feeder(self.app, self.ledger, self.store, run, window=self.settings.window, queue=GPU_QUEUE)
+
+
+def other_store(beats: Sequence[WorkerBeat], own_id: str) -> WorkerBeat | None:
+    """An aggregator that works on another store than the one with this id, or None."""
+    return next((beat for beat in beats if beat.store_id and beat.store_id != own_id), None)
 
 
 def find_open(store: ObjectStore, digest: str) -> Manifest | None:
@@ -215,7 +240,7 @@ def wait(
     `on_poll` is called on every look; what it raises ends the wait.
     """
     follower = _Follower(fleet.store, run, destination)
-    hint = _WorkerHint(fleet.ledger)
+    hint = _WorkerHint(fleet)
     while True:
         if on_poll is not None:
             on_poll()
@@ -298,8 +323,10 @@ class _Follower:
 class _WorkerHint:
     """Says what is missing when nobody works."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, fleet: Fleet) -> None:
+        self._ledger = fleet.ledger
+        self._store = fleet.store
+        self._store_id = ""
         self._since = time.monotonic()
         self._next_look = 0.0
         self._note = ""
@@ -312,6 +339,11 @@ class _WorkerHint:
         beats = self._ledger.workers()
         workers = [beat for beat in beats if beat.queue == GPU_QUEUE]
         waited_s = at - self._since
+        self._store_id = self._store_id or store_id(self._store)
+        stranger = other_store(beats, self._store_id)
+        if stranger is not None:
+            self._note = f"the aggregator {stranger.worker_id} works on {stranger.store}, not on {self._store.uri}"
+            return self._note
         if not workers:
             self._note = f"waiting for a worker: none serves the queue {GPU_QUEUE!r} ({waited_s:.0f} s)"
         elif not any(worker.state == "ready" for worker in workers):
@@ -322,7 +354,9 @@ class _WorkerHint:
             self._note = f"waiting for room: the broker uses {share:.0%} of its memory ({waited_s:.0f} s)"
         else:
             self._since, self._note = at, ""
-        return self._note if waited_s > NO_WORKER_S else ""
+        if waited_s <= NO_WORKER_S:
+            self._note = ""
+        return self._note
 
 
 def manifests(store: ObjectStore) -> Iterator[Manifest]:

@@ -105,6 +105,7 @@ class Submission:
     def fleet(self, progress: Progress) -> int:
         """Submit to a running fleet."""
         fleet = control.Fleet.connect(self._settings, self._store)
+        fleet.refuse_other_store()
         if self._options.detach:
             run = self._durable(progress, None, fleet.ledger)
             print_result(run.batch_id)

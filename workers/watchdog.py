@@ -28,7 +28,7 @@ import threading
 import time
 import uuid
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -52,6 +52,7 @@ from common.runs import (
 )
 from common.settings import AGGREGATE_QUEUE
 from common.spill import spill_shard
+from common.store import store_id
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -157,7 +158,7 @@ class Watchdog:
         self._queue = queue
         self._who = new_worker_id()
         #: An aggregator has a heartbeat too, so that a waiting producer can say when there is none.
-        self._beat = WorkerBeat(self._who, "ready", "", (), AGGREGATE_QUEUE, 0)
+        self._beat = WorkerBeat(self._who, "ready", "", (), AGGREGATE_QUEUE, 0, store.uri)
         self._closed: set[str] = set()
         self._looks = 0
         self._watched: dict[str, _Watched] = {}
@@ -189,6 +190,8 @@ class Watchdog:
     def _run(self) -> None:
         while True:
             try:
+                if not self._beat.store_id:
+                    self._beat = replace(self._beat, store_id=store_id(self._store))
                 self._ledger.beat(self._beat, BEAT_TTL_S)
                 self.look()
             except (FleetError, redis.RedisError, OperationalError) as exc:

@@ -336,7 +336,7 @@ def test_scripts_survive_a_server_that_forgot_them(ledger: Ledger, batch: str, b
 
 
 def test_a_worker_lives_as_long_as_its_heartbeat(ledger: Ledger, broker_server: BrokerServer) -> None:
-    alive = WorkerBeat("alive", "ready", "echo", ("m", "n"), "gpu", 256)
+    alive = WorkerBeat("alive", "ready", "echo", ("m", "n"), "gpu", 256, "file:///store", "id")
     ledger.beat(alive, 60)
     ledger.beat(WorkerBeat("dying", "ready", "echo", ("m",), "gpu", 1), 0.05)
 
