@@ -11,21 +11,20 @@ Rules that Celery 5.7 imposes (celery/backends/redis.py):
 - The chord's size is set once, *before* the first message: set after the last part returned it would never fire, and
   setting it again would forget that the body was fired.
 - Ids derive from batch, run, shard and index, so that a message that was sent twice counts once.
-- Messages are sent by hand in `Producer.batch()`: `chord(generator)` keeps every signature and subscribes a channel
-  for every request.
+- Messages are made and sent by hand: `chord(generator)` keeps every signature and subscribes a channel for every
+  request, and `send_task` serializes the chord's body, which is the same on all of them, once per request.
 - The body's signature rides on every message, so it carries two numbers and an id.
-- `ignore_result` on every message: without it the client subscribes to a result per request.
 """
 
 from __future__ import annotations
 
-import contextlib
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kombu.exceptions import BatchPublishError, OperationalError
+from kombu.common import maybe_declare
 
 from common import broker, layout
+from common.messages import RequestMessages
 from common.settings import AGGREGATE_QUEUE
 
 if TYPE_CHECKING:
@@ -37,8 +36,9 @@ if TYPE_CHECKING:
     from common.ledger import Ledger
     from common.store import ObjectStore
 
-#: Messages of one pipeline to Redis.
+#: Messages of one command to Redis, and their bytes: no worker waits for long behind it, and rows come early.
 PUBLISH_BATCH = 500
+PUBLISH_BYTES = 1024 * 1024
 
 #: Nothing more is published while Redis uses more than this share of its memory: at its limit not even a lease could be
 #: renewed.
@@ -124,22 +124,17 @@ def publish_shard(app: Celery, store: ObjectStore, run: Run, shard: Shard, *, qu
             "kwargsrepr": f"{batch_id}/{number}/{shard.number}",
         },
     )
+    # Serialized once here instead of once per request.
+    messages = RequestMessages(app, run, shard, queue=queue, group_id=group_id, body=dict(body))
     app.backend.set_chord_size(group_id, shard.count)
-    with _batch(app) as producer:
-        for position, (index, line) in enumerate(shard_lines(store, run, shard)):
-            _send_request(
-                app,
-                producer,
-                run,
-                shard,
-                index,
-                line,
-                queue=queue,
-                task_id=_derived_id(batch_id, number, shard.number, index),
-                group_id=group_id,
-                group_index=position,
-                chord=body,
-            )
+    _send_requests(
+        app,
+        queue,
+        (
+            messages.fill(_derived_id(batch_id, number, shard.number, index), index, position, line)
+            for position, (index, line) in enumerate(shard_lines(store, run, shard))
+        ),
+    )
 
 
 def republish(app: Celery, store: ObjectStore, run: Run, shard: Shard, indexes: Collection[int], *, queue: str) -> None:
@@ -151,53 +146,32 @@ def republish(app: Celery, store: ObjectStore, run: Run, shard: Shard, indexes: 
     if not indexes:
         send(app, broker.SEAL_SHARD, batch_id=run.batch_id, run=run.number, shard=shard.number)
         return
-    with _batch(app) as producer:
-        for index, line in shard_lines(store, run, shard):
-            if index in indexes:
-                _send_request(app, producer, run, shard, index, line, queue=queue)
-
-
-@contextlib.contextmanager
-def _batch(app: Celery) -> Iterator[Any]:
-    """A producer whose messages travel together. Raises kombu's `OperationalError`."""
-    try:
-        with app.producer_pool.acquire(block=True) as producer, producer.batch(max_size=PUBLISH_BATCH):
-            yield producer
-    except BatchPublishError as exc:
-        # kombu 5.7 (transport/redis.py) wraps whatever Redis says to a batch in it, and it is no OperationalError.
-        raise OperationalError(str(exc.__cause__ or exc)) from exc
-
-
-def _send_request(
-    app: Celery,
-    producer: Any,
-    run: Run,
-    shard: Shard,
-    index: int,
-    line: str,
-    *,
-    queue: str,
-    **options: object,
-) -> None:
-    app.send_task(
-        broker.RUN_REQUEST,
-        kwargs={
-            "batch_id": run.batch_id,
-            "run": run.number,
-            "shard": shard.number,
-            "index": index,
-            "count": shard.count,
-            "line": line,
-        },
-        producer=producer,
-        queue=queue,
-        ignore_result=True,
-        retry=False,
-        # Celery would put the prompt here, for Flower and the logs to show.
-        argsrepr="-",
-        kwargsrepr=f"{run.batch_id}/{run.number}/{shard.number}/{index}",
-        **options,
+    messages = RequestMessages(app, run, shard, queue=queue)
+    _send_requests(
+        app,
+        queue,
+        (
+            messages.fill(str(uuid.uuid4()), index, position, line)
+            for position, (index, line) in enumerate(shard_lines(store, run, shard))
+            if index in indexes
+        ),
     )
+
+
+def _send_requests(app: Celery, queue: str, messages: Iterator[bytes]) -> None:
+    """Send messages in order, a few hundred at a time. Raises kombu's `OperationalError`."""
+    with app.producer_pool.acquire(block=True) as producer:
+        maybe_declare(app.amqp.queues[queue], producer.channel)
+        waiting: list[bytes] = []
+        size = 0
+        for message in messages:
+            waiting.append(message)
+            size += len(message)
+            if len(waiting) >= PUBLISH_BATCH or size >= PUBLISH_BYTES:
+                producer.channel.push(queue, waiting)
+                waiting, size = [], 0
+        if waiting:
+            producer.channel.push(queue, waiting)
 
 
 def shard_lines(store: ObjectStore, run: Run, shard: Shard) -> Iterator[tuple[int, str]]:

@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
 import redis
+from kombu.exceptions import OperationalError
 from kombu.transport import TRANSPORT_ALIASES, virtual
 from kombu.transport import redis as stock
 from kombu.utils.encoding import bytes_to_str
@@ -519,6 +520,17 @@ class Channel(stock.Channel):  # type: ignore[misc]  # kombu has no types
         """Bind."""
         with _full_is_away():
             super().queue_bind(*args, **kwargs)
+
+    def push(self, queue: str, messages: Sequence[bytes]) -> None:
+        """Publish messages that are whole already to a queue, the first one first, all of them or none.
+
+        kombu 5.7 (transport/redis.py, `_put`): a queue is a list of its name, the oldest message at its right end.
+        Raises `OperationalError`, after which they may or may not be there.
+        """
+        try:
+            self._create_client().lpush(self._q_for_pri(queue, 0), *messages)
+        except _AWAY as exc:
+            raise OperationalError(str(exc)) from exc
 
     def close(self) -> None:
         """Close. Over a dead socket stock kombu breaks off at the reply that it waits for, and stays half open."""

@@ -256,13 +256,13 @@ def test_a_killed_producer_is_no_loss(chaos: ChaosFleet) -> None:
 #: A producer that is killed when it has taken a shard and sent none, or some, of its messages.
 DIES_PUBLISHING = """
 import os, signal, sys
-from common import dispatch
-send, left = dispatch._send_request, [20]
+from common import dispatch, messages
+fill, left = messages.RequestMessages.fill, [20]
 def dying(*args, **options):
     left[0] -= 1
     if not left[0]: os.kill(os.getpid(), signal.SIGKILL)
-    send(*args, **options)
-dispatch._send_request, dispatch.PUBLISH_BATCH = dying, int(sys.argv.pop(1))
+    return fill(*args, **options)
+messages.RequestMessages.fill, dispatch.PUBLISH_BATCH = dying, int(sys.argv.pop(1))
 from producer.cli import main
 main()
 """

@@ -18,6 +18,7 @@ from kombu.serialization import dumps, loads, prepare_accept_content, registry
 from common import broker, layout
 from common.batch import Run, Shard, first_run
 from common.dispatch import publish_shard, republish
+from common.messages import RequestMessages
 from common.store import LocalStore
 from common.transport import Transport
 from producer import control, intake
@@ -100,6 +101,76 @@ def test_a_shard_is_published_in_order_with_its_chord(app: Celery, store: LocalS
     assert len({message["headers"]["id"] for message in messages}) == 5
     assert all(message["body"][2]["chord"]["task"] == broker.SEAL_SHARD for message in messages)
     assert app.test_server.client.llen("aggregate") == 0
+
+
+@pytest.mark.parametrize("chorded", [True, False])
+def test_a_hand_made_message_is_what_send_task_sends(
+    app: Celery, store: LocalStore, tmp_path: Path, chorded: bool
+) -> None:
+    """Field by field, in content and order; but for the tag, which is random, and two options that Celery copies."""
+    lines = [*AWKWARD, chat_line("holes", '"<<index>>" %s %(line)s \\"<<line>>\\"')]
+    run = durable(store, tmp_path, lines)
+    shard = run.shards[0]
+    if chorded:
+        publish_shard(app, store, run, shard, queue="gpu")
+    else:
+        republish(app, store, run, shard, shard.indexes, queue="gpu")
+    ours = [json.loads(raw) for raw in reversed(app.test_server.client.lrange("gpu", 0, -1))]
+
+    assert len(ours) == len(lines)
+    for position, (made, line) in enumerate(zip(ours, lines, strict=True)):
+        _, _, embed = json.loads(made["body"])
+        app.send_task(
+            broker.RUN_REQUEST,
+            kwargs={
+                "batch_id": run.batch_id,
+                "run": 1,
+                "shard": 0,
+                "index": position,
+                "count": len(lines),
+                "line": line,
+            },
+            task_id=made["headers"]["id"],
+            queue="gpu",
+            ignore_result=True,
+            argsrepr="-",
+            kwargsrepr=f"{run.batch_id}/1/0/{position}",
+            **(
+                {"group_id": made["headers"]["group"], "group_index": position, "chord": embed["chord"]}
+                if chorded
+                else {}
+            ),
+        )
+        sent = json.loads(app.test_server.client.lindex("gpu", 0))
+        for name in ("argsrepr", "kwargsrepr"):
+            sent["properties"].pop(name)
+        sent["properties"]["delivery_tag"] = made["properties"]["delivery_tag"]
+        # Celery escapes what is not ASCII, a message made by hand holds it as UTF-8.
+        assert json.dumps(json.loads(sent.pop("body"))) == json.dumps(json.loads(made.pop("body")))
+        assert json.dumps(sent) == json.dumps(made)
+
+
+def test_the_messages_of_a_shard_go_out_before_all_are_made(
+    app: Celery, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By number, and by bytes: nobody waits behind large ones."""
+    monkeypatch.setattr("common.dispatch.PUBLISH_BATCH", 4)
+    monkeypatch.setattr("common.dispatch.PUBLISH_BYTES", 10_000)
+    run = durable(
+        store, tmp_path, [*chat_lines(5), chat_line("large", "x" * 10_000), *(chat_line(end, end) for end in "yz")]
+    )
+    seen = []
+    fill = RequestMessages.fill
+
+    def watched(*args: Any) -> bytes:
+        seen.append(app.test_server.client.llen("gpu"))
+        return fill(*args)
+
+    monkeypatch.setattr(RequestMessages, "fill", watched)
+    publish_shard(app, store, run, run.shards[0], queue="gpu")
+
+    assert seen == [0, 0, 0, 0, 4, 4, 6, 6]
+    assert [message["body"][1]["index"] for message in queued(app, "gpu")] == list(range(8))
 
 
 def test_the_ids_of_a_shard_derive_from_its_place(app: Celery, store: LocalStore, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from common import broker, layout
+from common.batch import first_run
 from common.ledger import Address, Ledger, Row, WorkerBeat
 from common.runs import restore
 from common.store import LocalStore
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from celery import Celery
 
-    from common.batch import Manifest
+    from common.batch import Run
 
 ON_AND_OFF = pytest.mark.parametrize("on", [True, False], ids=["on", "off"])
 
@@ -51,12 +52,12 @@ class Bench:
         source = folder / "in.jsonl"
         source.write_text("".join(f"{line}\n" for line in chat_lines(3)))
         checked = intake.check("in.jsonl", str(source))
-        self.manifest: Manifest = control.write_batch(self.store, checked, digest="d", max_shard_size=16)
-        self.batch_id = self.manifest.batch_id
+        self.run: Run = first_run(control.write_batch(self.store, checked, digest="d", max_shard_size=16))
+        self.batch_id = self.run.batch_id
 
     def publish(self) -> None:
         """As a producer does it; the messages are lost at once."""
-        restore(self.store, self.ledger, self.manifest, window=16)
+        restore(self.store, self.ledger, self.run, window=16)
         assert self.ledger.claim_shard(self.batch_id, 1, 0)
 
     def finish(self, *indexes: int) -> None:
