@@ -203,6 +203,37 @@ def test_the_body_of_a_chord_is_sent_once_however_often_its_tasks_are_counted(
     assert len(queued(app, "aggregate")) == 1
 
 
+@pytest.mark.parametrize("expires", [5, 0, None])
+def test_a_chord_does_not_hang_on_the_expiry_of_results(
+    app: Celery, store: LocalStore, tmp_path: Path, expires: int | None
+) -> None:
+    """C09: with stock settings the first receipts expire before the last one comes, and the body is never sent."""
+    app.conf.result_expires = expires
+    messages = published(app, store, tmp_path, chat_lines(3))
+    client, group = app.test_server.client, messages[0]["headers"]["group"]
+    for message in messages[:2]:
+        finish(app, message)
+
+    found = {key: client.ttl(key) for key in client.scan_iter(f"*{group}*")}
+    assert found
+    assert all(ttl_s == -1 or ttl_s > 6 * 86400 for ttl_s in found.values()), found
+    finish(app, messages[2])
+
+    assert [body["headers"]["task"] for body in queued(app, "aggregate")] == [broker.SEAL_SHARD]
+
+
+def test_without_an_expiry_of_its_own_a_chord_goes_with_its_results(
+    app: Celery, store: LocalStore, tmp_path: Path
+) -> None:
+    """The safeguard off."""
+    app.conf.update(result_expires=5, result_chord_expires=None)
+    messages = published(app, store, tmp_path, chat_lines(3))
+    client, group = app.test_server.client, messages[0]["headers"]["group"]
+    finish(app, messages[0])
+
+    assert min(client.ttl(key) for key in client.scan_iter(f"*{group}*")) in range(6)
+
+
 def test_a_shard_of_one_request_has_a_chord_too(app: Celery, store: LocalStore, tmp_path: Path) -> None:
     (message,) = published(app, store, tmp_path, chat_lines(1))
 
