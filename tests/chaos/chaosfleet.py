@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import redis
 
 from common import layout
-from tests.invariants import assert_complete
+from tests.conftest import CASES
+from tests.invariants import assert_complete, input_lines
 from tests.servers import START_S, FleetServers, Process, wait_until
 
 if TYPE_CHECKING:
@@ -291,6 +292,16 @@ class ChaosFleet(FleetServers):
         self.thaw()
         self.calls.stop(self.client)
         super().close()
+
+
+def base40(latency_s: float, **slower: float) -> list[str]:
+    """The forty plain requests of the replay cases, each of which takes a while; `slower` names some by id."""
+    lines = []
+    for line in input_lines(CASES / "base40.jsonl"):
+        request = json.loads(line)
+        request["body"]["echo"] = {"latency_s": slower.get(request["custom_id"], latency_s)}
+        lines.append(json.dumps(request))
+    return lines
 
 
 def figures(test: str, **values: object) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
+from typing import Any
 
 import pytest
 
 from common import layout
-from tests.chaos.chaosfleet import LEASE_S, ChaosFleet, figures
+from tests.chaos.chaosfleet import LEASE_S, ChaosFleet, base40, figures
 from tests.invariants import chat_line, chat_lines
-from tests.servers import wait_until
+from tests.servers import MODEL, wait_until
 
 
 def test_dropped_connections_run_nothing_again(chaos: ChaosFleet) -> None:
@@ -32,18 +34,31 @@ def test_dropped_connections_run_nothing_again(chaos: ChaosFleet) -> None:
     assert two.running
 
 
-def test_a_paused_broker_delays_and_runs_nothing_again(chaos: ChaosFleet) -> None:
-    """Paused for longer than a lease: when it is back, those who hold the leases come before those who sweep."""
+@pytest.mark.parametrize(
+    ("seconds", "cut"),
+    [
+        pytest.param(LEASE_S + 1.5, False, marks=pytest.mark.chaos_long),
+        (LEASE_S + 1.5, True),
+        pytest.param(20.0, True, marks=pytest.mark.chaos_long),
+    ],
+    ids=["paused", "paused and cut", "for 20 s and cut"],
+)
+def test_a_paused_broker_delays_and_runs_nothing_again(chaos: ChaosFleet, seconds: float, cut: bool) -> None:
+    """C08. Paused for longer than a lease, while requests end: rows and receipts wait, and are not lost with the
+    connections that are cut then. When it is back, those who hold the leases come before those who sweep.
+    """
     chaos.aggregator()
     chaos.two_workers(32)
     batch = chaos.submit(chat_lines(96, echo={"latency_s": 2.0}))
     wait_until(lambda: len(chaos.marks(batch)) >= 60, 30, "both work")
 
-    chaos.pause_broker(LEASE_S + 1.5)
+    chaos.pause_broker(seconds)
+    if cut:
+        chaos.drop_connections()  # answered when the pause is over, before what waited behind it
 
     chaos.assert_right(batch)
     executions = chaos.calls.total(batch.batch_id)
-    figures("CLIENT PAUSE", extra=executions - 96)
+    figures("CLIENT PAUSE", seconds=seconds, cut=cut, extra=executions - 96)
     assert executions == 96, chaos.calls.repeated(batch.batch_id)
     assert not chaos.calls.strikes
 
@@ -103,6 +118,56 @@ def test_messages_that_come_twice_run_once(chaos: ChaosFleet, workers: int) -> N
     assert executions == 64, chaos.calls.repeated(batch.batch_id)
 
 
+def test_a_message_that_is_copied_while_it_runs_runs_once(chaos: ChaosFleet) -> None:
+    """C02. The copy comes while its request runs, is parked, and is answered as done when that has ended."""
+    chaos.aggregator()
+    worker = chaos.worker("--max-inflight", "16")
+    batch = chaos.submit(base40(0.7, r000=5.0, r001=5.0))
+    chaos.wait_running(batch, worker, 16)
+
+    held: Any = chaos.client.hvals("unacked")
+    copied = [
+        message for message, *_ in map(json.loads, held) if '"r000"' in message["body"] or '"r001"' in message["body"]
+    ]
+    chaos.client.rpush("gpu", *map(json.dumps, copied))
+
+    chaos.assert_right(batch)
+    executions = chaos.calls.total(batch.batch_id)
+    figures("a copy of what runs", copies=len(copied), extra=executions - 40)
+    assert len(copied) == 2
+    assert executions == 40, chaos.calls.repeated(batch.batch_id)
+    assert not chaos.calls.strikes
+
+
+#: Celery's own expiry of results, set in a process of the fleet: nothing of a batch may hang on it.
+RESULT_EXPIRES = """
+import sys
+value = {"none": None}.get(sys.argv[1], sys.argv[1]); del sys.argv[1]
+from common import broker
+make = broker.make_app
+def making(*args, **options):
+    app = make(*args, **options)
+    app.conf.result_expires = value and int(value)
+    return app
+broker.make_app = making
+from workers.cli import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.chaos_long
+@pytest.mark.parametrize("expires", ["5", "0", "none"])
+def test_a_batch_outlives_the_expiry_of_results(chaos: ChaosFleet, expires: str) -> None:
+    """C09, as reported: receipts wait in the chord for days, and rows in the ledger."""
+    chaos.start("aggregate", "-c", RESULT_EXPIRES, expires, "aggregate")
+    chaos.start("worker", "-c", RESULT_EXPIRES, expires, "serve", MODEL, "--engine", "echo")
+    batch = chaos.submit(base40(0.1, r007=14.0))
+
+    chaos.assert_right(batch)
+    assert chaos.calls.total(batch.batch_id) == 40
+    assert not any("full and not sealed" in process.stderr for process in chaos.processes), "every chord has fired"
+
+
 def test_lost_messages_are_sent_again(chaos: ChaosFleet) -> None:
     """As when a worker is killed between taking a message and noting it: nobody but the watchdog would miss it."""
     chaos.aggregator()
@@ -150,7 +215,7 @@ def test_a_queue_without_workers_is_not_taken_for_a_loss(chaos: ChaosFleet) -> N
 
 
 def test_two_sealers_at_once_write_one_part(chaos: ChaosFleet) -> None:
-    """Every message to the aggregator three times, to two aggregators at once."""
+    """Every message to the aggregator three times, to two aggregators at once: each shard has six would-be sealers."""
     batch = chaos.submit(chat_lines(64))
     worker = chaos.worker()
     chaos.wait_finished(batch, 64)
@@ -162,6 +227,8 @@ def test_two_sealers_at_once_write_one_part(chaos: ChaosFleet) -> None:
     two = chaos.start("aggregate", "-m", "workers", "aggregate", "--loglevel", "INFO")
 
     chaos.assert_right(batch)
+    sealed = [process.stderr.count("sealed shard") for process in (one, two)]
+    figures("two sealers at once", shards=4, messages=12, sealed_by_each=sealed)
     assert "Traceback" not in one.stderr + two.stderr
 
 
@@ -230,7 +297,7 @@ def test_without_the_watchdog_a_chord_that_fired_nothing_is_silence(chaos: Chaos
 
 
 def test_requests_that_run_or_wait_for_several_leases_run_once(chaos: ChaosFleet) -> None:
-    """Whoever runs one renews its lease, and a long queue is not taken for a loss."""
+    """C01. Whoever runs one renews its lease, and a long queue is not taken for a loss."""
     chaos.aggregator()
     chaos.two_workers(4)
     batch = chaos.submit(

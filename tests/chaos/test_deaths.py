@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from common import layout
-from tests.chaos.chaosfleet import LEASE_S, TAKEN_OVER_S, Batch, ChaosFleet, figures
+from tests.chaos.chaosfleet import LEASE_S, TAKEN_OVER_S, Batch, ChaosFleet, base40, figures
 from tests.invariants import assert_complete, chat_line, chat_lines
 from tests.servers import MODEL, wait_until
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def test_a_killed_workers_requests_run_on_another_one(chaos: ChaosFleet) -> None:
-    """Nothing is lost, and only what it was running is run again."""
+    """C03. Nothing is lost, and only what it was running is run again."""
     chaos.aggregator()
     doomed, _ = chaos.two_workers()
     batch = chaos.submit(chat_lines(64, echo={"latency_s": 1.0}))
@@ -34,6 +34,27 @@ def test_a_killed_workers_requests_run_on_another_one(chaos: ChaosFleet) -> None
     figures("kill -9 worker", in_flight=in_flight, taken_over_s=round(taken_over_s, 1), extra=executions - 64)
     assert executions == 64 + in_flight, chaos.calls.repeated(batch.batch_id)
     assert sum(chaos.calls.begins.values()) == executions, "the ledger counts engine calls that were none"
+
+
+@pytest.mark.chaos_long
+def test_a_killed_workers_requests_wait_for_the_next_one(chaos: ChaosFleet) -> None:
+    """C03, with nobody else and the default lease: the aggregator takes them back, whoever is started runs them."""
+    chaos.environment |= {"FLEET_LEASE_S": "30", "FLEET_TEST_SHORT_LEASES": ""}
+    chaos.aggregator()
+    doomed = chaos.worker("--max-inflight", "3")
+    batch = chaos.submit(base40(0.5))
+    chaos.wait_running(batch, doomed, 3)
+
+    doomed.kill()
+    killed_at, finished = time.monotonic(), chaos.finished(batch.batch_id)
+    wait_until(lambda: chaos.waiting() >= 40 - finished, 60, "the leases have run out")
+    back_s = time.monotonic() - killed_at
+    chaos.worker("--max-inflight", "16")
+
+    chaos.assert_right(batch)
+    figures("kill -9 the only worker", lease_s=30, back_after_s=round(back_s, 1))
+    assert back_s < 45
+    assert 40 < chaos.calls.total(batch.batch_id) <= 43
 
 
 @pytest.mark.chaos_long
@@ -81,9 +102,17 @@ def test_without_leases_a_killed_workers_requests_wait(server: str, chaos: Chaos
     assert batch.producer.wait(30).code == 4
 
 
-@pytest.mark.parametrize("aof", [True, pytest.param(False, marks=pytest.mark.chaos_long)], ids=["aof", "empty"])
-def test_a_killed_broker_comes_back(chaos: ChaosFleet, aof: bool) -> None:
-    """With its append-only file each request runs once; without it the batch goes on from the store by itself."""
+@pytest.mark.parametrize(
+    ("aof", "away_s"),
+    [
+        (True, LEASE_S),
+        pytest.param(True, 60.0, marks=pytest.mark.chaos_long),
+        pytest.param(False, 1.0, marks=pytest.mark.chaos_long),
+    ],
+    ids=["aof", "aof, a minute away", "empty"],
+)
+def test_a_killed_broker_comes_back(chaos: ChaosFleet, aof: bool, away_s: float) -> None:
+    """C06. With its append-only file each request runs once; without it the batch goes on from the store by itself."""
     chaos.environment["FLEET_WINDOW"] = "256"
     chaos.aggregator()
     one, two = chaos.two_workers(50)
@@ -91,12 +120,12 @@ def test_a_killed_broker_comes_back(chaos: ChaosFleet, aof: bool) -> None:
     wait_until(lambda: len(chaos.marks(batch)) == 100, 30, "both work")
 
     chaos.kill_broker()
-    time.sleep(1.0)
+    time.sleep(away_s)
     chaos.start_broker(empty=not aof)
 
     chaos.assert_right(batch)
     executions = chaos.calls.total(batch.batch_id)
-    figures("kill -9 broker", aof=aof, in_flight=100, extra=executions - 150)
+    figures("kill -9 broker", aof=aof, away_s=away_s, in_flight=100, extra=executions - 150)
     assert one.running
     assert two.running
     assert not aof or not chaos.calls.repeated(batch.batch_id)
@@ -105,7 +134,7 @@ def test_a_killed_broker_comes_back(chaos: ChaosFleet, aof: bool) -> None:
 
 @pytest.mark.parametrize("knob", ["kill", pytest.param("engine_dead", marks=pytest.mark.chaos_long)])
 def test_a_poison_becomes_one_failed_row(chaos: ChaosFleet, knob: str) -> None:
-    """Among 60 neighbours on two supervised workers: it costs four deaths at most, and no neighbour its row."""
+    """E03. Among 60 neighbours on two supervised workers: it costs four deaths at most, and no neighbour its row."""
     chaos.aggregator()
     neighbours = chat_lines(60, echo={"latency_s": 0.7})
     poison = chat_line("poison", "text", echo={"latency_s": 0.3, knob: True})
@@ -141,7 +170,7 @@ def test_without_a_limit_a_poison_goes_on_killing(chaos: ChaosFleet) -> None:
 
 
 def test_a_drained_workers_requests_run_on_another_one(chaos: ChaosFleet) -> None:
-    """SIGTERM in the middle: what does not end in time is handed back at once, which is no strike."""
+    """C04. SIGTERM in the middle: what does not end in time is handed back at once, which is no strike."""
     chaos.aggregator()
     leaving, staying = chaos.two_workers(FLEET_DRAIN_S="0.3")
     batch = chaos.submit(chat_lines(48, echo={"latency_s": 2.0}))
@@ -309,7 +338,7 @@ main(sys.argv[1:])
 @pytest.mark.parametrize(
     "step",
     [
-        "mark_sealed",
+        pytest.param("mark_sealed", marks=pytest.mark.chaos_long),
         pytest.param("drop_shard", marks=pytest.mark.chaos_long),
         pytest.param("close", marks=pytest.mark.chaos_long),
     ],
@@ -348,6 +377,64 @@ def test_a_dead_engines_requests_are_completed_by_the_restarted_worker(chaos: Ch
     chaos.worker()
     rows = chaos.assert_right(batch, 3, {"killer": "err"})
     assert rows[-1]["error"]["code"] == "model_not_found"
+
+
+#: A worker whose engine dies at a signal, as a real one does when its process is killed. "untold": as if nobody asked
+#: whether it is dead, so that its answer to every request, an error at once, is taken for an answer.
+MORTAL = """
+import asyncio, signal, sys
+from common.errors import EngineDeadError
+from workers.engine.echo import EchoEngine
+start, run, serving = EchoEngine.start, EchoEngine.run, []
+async def starting(engine):
+    await start(engine)
+    serving.append((engine, asyncio.get_running_loop()))
+def die(*_):
+    engine, loop = serving[0]
+    engine._errored = True
+    loop.call_soon_threadsafe(engine._wake_all)
+async def answering(engine, request):
+    try:
+        return await run(engine, request)
+    except EngineDeadError:
+        raise RuntimeError from None
+async def healthy(engine):
+    pass
+EchoEngine.start = starting
+if sys.argv.pop(1) == "untold":
+    EchoEngine.run, EchoEngine.check_health, EchoEngine.errored = answering, healthy, property(lambda _: False)
+signal.signal(signal.SIGRTMIN, die)
+from workers.cli import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("told", [True, pytest.param(False, marks=pytest.mark.chaos_long)], ids=["told", "untold"])
+def test_a_dead_engine_does_not_drain_the_queue_into_failed_rows(chaos: ChaosFleet, told: bool) -> None:
+    """E01: one of two workers loses its engine after five rows. "untold" is the safeguard off."""
+    chaos.aggregator()
+    serve = ("serve", MODEL, "--engine", "echo", "--max-inflight", "8")
+    mortal = chaos.start("worker", "-c", MORTAL, "told" if told else "untold", *serve)
+    other = chaos.start_worker("--max-inflight", "8")
+    wait_until(lambda: chaos.is_ready(mortal) and chaos.is_ready(other), 60, "two workers are ready")
+    batch = chaos.submit(base40(0.7))
+    chaos.wait_finished(batch, 5)
+    mortal_id = chaos.wait_running(batch, mortal, 1)
+    in_flight = len(chaos.marks(batch, mortal_id))
+
+    mortal.send(signal.SIGRTMIN)
+
+    if not told:
+        result = batch.producer.wait(60)
+        assert result.code == 3, "rows failed, though only an engine did"
+        return
+    result = mortal.wait(30)
+    assert result.code == 70, result.stderr
+    chaos.assert_right(batch)
+    executions = chaos.calls.total(batch.batch_id)
+    figures("engine death", in_flight=in_flight, extra=executions - 40)
+    assert executions <= 40 + 8
+    assert other.running
 
 
 @pytest.mark.chaos_long

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from common import dispatch
 from tests.chaos.chaosfleet import ChaosFleet, figures
 from tests.invariants import chat_line, chat_lines
-from tests.servers import wait_until
+from tests.servers import MODEL, wait_until
 
 if TYPE_CHECKING:
     from tests.chaos.chaosfleet import Batch
@@ -33,6 +35,7 @@ def task_id(batch: Batch, index: int) -> str:
 
 
 def test_a_cancelled_batch_keeps_its_finished_rows(chaos: ChaosFleet) -> None:
+    """C23: cancelled when half of it is finished."""
     chaos.aggregator()
     chaos.two_workers(COUNT)
     lines, wanted = half_and_half()
@@ -49,6 +52,37 @@ def test_a_cancelled_batch_keeps_its_finished_rows(chaos: ChaosFleet) -> None:
     figures("cancel", closed_s=round(closed_s, 1), stopped_s=round(time.monotonic() - started, 1))
     assert codes(rows) == {"cancelled"}
     assert chaos.calls.total(batch.batch_id) == COUNT
+
+
+#: A worker that does not look whether the runs in its hands end.
+WITHOUT_LOOK_AT_ENDINGS = """
+import sys
+from workers.engine.host import EngineHost
+async def blind(host): pass
+EngineHost._stop_ending_runs = blind
+from workers.cli import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.chaos_long
+def test_without_a_look_at_endings_a_cancelled_batch_goes_on_running(chaos: ChaosFleet) -> None:
+    """The safeguard off: the batch ends, and the engine works on for nobody."""
+    chaos.aggregator()
+    worker = chaos.start("worker", "-c", WITHOUT_LOOK_AT_ENDINGS, "serve", MODEL, "--engine", "echo")
+    wait_until(lambda: chaos.is_ready(worker), 60, "the worker is ready")
+    lines, wanted = half_and_half()
+    batch = chaos.submit(lines)
+    chaos.wait_finished(batch, COUNT // 2)
+
+    assert chaos.producer("cancel", batch.batch_id).code == 0
+    assert batch.producer.wait(60).code == 4
+
+    with pytest.raises(AssertionError, match="are stopped"):
+        wait_until(lambda: chaos.taken() == 0, 8, "running requests are stopped")
+    assert worker.stop().code == 0
+    chaos.worker()
+    chaos.assert_right(batch, 4, wanted)
 
 
 def test_a_cancelled_batch_that_nobody_works_on_ends(chaos: ChaosFleet) -> None:
@@ -85,7 +119,7 @@ def test_a_batch_expires(chaos: ChaosFleet) -> None:
     chaos.aggregator()
     chaos.two_workers(COUNT)
     lines, wanted = half_and_half()
-    batch = chaos.submit(lines, "--expires", "4s")
+    batch = chaos.submit(lines, "--expires", "3s")
 
     rows = chaos.assert_right(batch, 4, wanted)
     assert codes(rows) == {"expired"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -311,6 +312,7 @@ def test_rows_that_all_fail_are_an_output_in_order_and_a_summary(shared_fleet: F
 
 
 def test_a_request_that_makes_the_engine_raise_is_one_failed_row(shared_fleet: FleetServers, output: Path) -> None:
+    """C10."""
     lines = base40_with(7, echo={"raise": True})
 
     run = submit(shared_fleet, shared_fleet.write("c10.jsonl", lines), output)
@@ -332,15 +334,26 @@ def test_the_slowest_request_may_stand_first_and_the_order_stays(shared_fleet: F
 def test_a_failure_that_passes_is_tried_again_and_one_that_stays_is_a_row(
     shared_fleet: FleetServers, output: Path
 ) -> None:
-    lines = base40_with(3, echo={"status": 503, "times": 1})
+    """C18: r003 fails twice and then answers, r004 fails three times, r005 is refused and not tried again."""
+    lines = base40_with(3, echo={"status": 503, "times": 2})
     lines[4] = base40_with(4, echo={"status": 503})[4]
     lines[5] = base40_with(5, echo={"status": 400})[5]
 
-    run = submit(shared_fleet, shared_fleet.write("c18.jsonl", lines), output)
+    calls: Counter[int] = Counter()
+    with shared_fleet.client.monitor() as monitor:
+        run = submit(shared_fleet, shared_fleet.write("c18.jsonl", lines), output)
+        shared_fleet.client.echo("that was all")
+        for command in monitor.listen():
+            words = str(command["command"]).split()
+            if words[:2] == ["ECHO", "that"]:
+                break
+            if words[0] == "HINCRBY" and ":calls:" in words[1]:
+                calls[int(words[2])] += 1
 
     assert run.code == 3, run.stderr
     rows = assert_complete(lines, output.read_bytes(), {"r004": "err", "r005": "err"})
     assert [rows[number]["response"]["status_code"] for number in (3, 4, 5)] == [200, 503, 400]
+    assert {index: calls[index] for index in range(40) if calls[index] != 1} == {3: 3, 4: 3}
 
 
 def test_numbers_that_are_not_json_never_reach_the_output(shared_fleet: FleetServers, output: Path) -> None:

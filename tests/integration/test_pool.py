@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -50,7 +51,7 @@ def assert_one_sentence(result: Result) -> str:
 
 @pytest.mark.parametrize("signals", [1, 2])
 def test_a_stopped_worker_finishes_what_runs_and_leaves_the_rest(fleet: FleetServers, signals: int) -> None:
-    """It takes no more than it may run at once; a second SIGTERM changes nothing."""
+    """C04. It takes no more than it may run at once; a second SIGTERM changes nothing."""
     lines = chat_lines(20, echo={"latency_s": 2.0})
     batch_id = detach(fleet, lines)
     worker = fleet.start_worker("--max-inflight", str(INFLIGHT))
@@ -76,13 +77,16 @@ def test_a_stopped_worker_finishes_what_runs_and_leaves_the_rest(fleet: FleetSer
 
 
 def test_a_worker_hands_back_what_does_not_end_within_its_grace(fleet: FleetServers) -> None:
+    """A03: what a platform sends before it kills; `tests/unit/test_grace.py` has the time that ours give."""
     lines = chat_lines(20, echo={"latency_s": 4.0})
     batch_id = detach(fleet, lines)
     worker = fleet.start_worker("--max-inflight", str(INFLIGHT), FLEET_DRAIN_S="0.5")
     wait_until(lambda: len(begun(fleet, batch_id)) == INFLIGHT, 30, "the worker runs what it may")
 
+    started = time.monotonic()
     result = worker.stop()
 
+    assert time.monotonic() - started < 0.5 + 20, "a drain takes little more than FLEET_DRAIN_S"
     assert result.code == 0, result.stderr
     assert "handing back" in result.stderr
     assert fleet.finished(batch_id) == 0
