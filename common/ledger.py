@@ -152,6 +152,8 @@ class WorkerBeat:
     inflight: int
     store: str = ""
     store_id: str = ""
+    #: What its store last refused it, if that was just now: a full disk perhaps.
+    trouble: str = ""
 
 
 class Ledger:
@@ -423,6 +425,7 @@ class Ledger:
                 "inflight": beat.inflight,
                 "store": beat.store,
                 "store_id": beat.store_id,
+                "trouble": beat.trouble,
             }
         )
         self._beat.call(
@@ -486,4 +489,5 @@ def _beat(worker_id: str, value: bytes) -> WorkerBeat:
         inflight=fields["inflight"],
         store=fields.get("store", ""),
         store_id=fields.get("store_id", ""),
+        trouble=fields.get("trouble", ""),
     )

@@ -247,7 +247,7 @@ def wait(
         try:
             state = state_of_run(fleet.store, fleet.ledger, run)
             follower.follow(closed=state.status in CLOSED)
-            note = "" if state.status is BatchStatus.FINALIZING else hint.look()
+            note = hint.look(runs=state.status is not BatchStatus.FINALIZING)
         except (redis.RedisError, StoreUnavailableError) as exc:
             # An outage is not an end: the batch goes on without us, and we look again.
             logger.debug("waiting", exc_info=True)
@@ -331,7 +331,8 @@ class _WorkerHint:
         self._next_look = 0.0
         self._note = ""
 
-    def look(self) -> str:
+    def look(self, *, runs: bool) -> str:
+        """What is missing, after a while of it. Without requests to run no worker is missed."""
         at = time.monotonic()
         if at < self._next_look:
             return self._note
@@ -344,12 +345,14 @@ class _WorkerHint:
         if stranger is not None:
             self._note = f"the aggregator {stranger.worker_id} works on {stranger.store}, not on {self._store.uri}"
             return self._note
-        if not workers:
+        if runs and not workers:
             self._note = f"waiting for a worker: none serves the queue {GPU_QUEUE!r} ({waited_s:.0f} s)"
-        elif not any(worker.state == "ready" for worker in workers):
+        elif runs and not any(worker.state == "ready" for worker in workers):
             self._note = f"waiting for the engine to load ({waited_s:.0f} s)"
         elif not any(beat.queue == AGGREGATE_QUEUE for beat in beats):
             self._note = f"waiting for an aggregator: start `worker aggregate` ({waited_s:.0f} s)"
+        elif trouble := next((beat.trouble for beat in beats if beat.trouble), ""):
+            self._note = f"waiting for the aggregator: {trouble} ({waited_s:.0f} s)"
         elif (share := self._ledger.memory_share()) > SOFT_LIMIT:
             self._note = f"waiting for room: the broker uses {share:.0%} of its memory ({waited_s:.0f} s)"
         else:

@@ -67,7 +67,11 @@ def _register_aggregator_task(app: WorkerApp, name: str, work: Callable[..., Non
         except HoleError as exc:
             logger.warning("not sealed: %s", exc)
         except OUTAGES as exc:
+            if isinstance(exc, StoreUnavailableError):
+                app.fleet.watchdog.note_trouble(str(exc))
             raise _later(task, exc) from None
+        else:
+            app.fleet.watchdog.note_trouble("")
 
 
 def _seal_shard(app: WorkerApp, *, batch_id: str, run: int, shard: int) -> None:

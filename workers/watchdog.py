@@ -78,6 +78,8 @@ SPILL_ROWS = 16
 CLOSED_LOOKS = 120
 #: Seconds for which a heartbeat counts.
 BEAT_TTL_S = 20.0
+#: Seconds for which a refusal of the store counts. What was refused is tried again within half of it.
+TROUBLE_S = 60.0
 
 
 @dataclass
@@ -159,6 +161,7 @@ class Watchdog:
         self._who = new_worker_id()
         #: An aggregator has a heartbeat too, so that a waiting producer can say when there is none.
         self._beat = WorkerBeat(self._who, "ready", "", (), AGGREGATE_QUEUE, 0, store.uri)
+        self._trouble, self._trouble_at = "", 0.0
         self._closed: set[str] = set()
         self._looks = 0
         self._watched: dict[str, _Watched] = {}
@@ -192,7 +195,8 @@ class Watchdog:
             try:
                 if not self._beat.store_id:
                     self._beat = replace(self._beat, store_id=store_id(self._store))
-                self._ledger.beat(self._beat, BEAT_TTL_S)
+                recent = time.monotonic() - self._trouble_at < TROUBLE_S
+                self._ledger.beat(replace(self._beat, trouble=self._trouble if recent else ""), BEAT_TTL_S)
                 self.look()
             except (FleetError, redis.RedisError, OperationalError) as exc:
                 logger.warning("this look failed: %s: %s", type(exc).__name__, exc)
@@ -204,6 +208,10 @@ class Watchdog:
             self._ledger.forget_worker(self._who)
         except redis.RedisError as exc:
             logger.warning("heartbeat not removed: %s", type(exc).__name__)
+
+    def note_trouble(self, reason: str) -> None:
+        """Let the heartbeat say for a while what the store refused the aggregator; "" when it did not."""
+        self._trouble, self._trouble_at = reason, time.monotonic()
 
     def look(self) -> None:
         """Look after every open batch once. Raises what the store, Redis and the broker raise."""

@@ -9,6 +9,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
 from common import layout
@@ -253,6 +254,34 @@ def test_a_full_broker_stops_a_submit_with_a_clear_message_and_the_batch_goes_on
     assert refused.code == 1
     assert "is full (maxmemory)" in refused.stderr
     wait_until(lambda: fleet.is_closed(batch_id), 60, "the batch is complete")
+
+
+#: An aggregator whose disk is full: it may write no file of more than 200 kB.
+SHORT_OF_DISK = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+from workers.cli import main
+main(sys.argv[1:])
+"""
+
+
+def test_a_waiting_producer_tells_of_a_full_disk_and_the_batch_goes_on(fleet: FleetServers) -> None:
+    """The aggregator's log is not where somebody who waits would look."""
+    fleet.environment |= {"FLEET_LEASE_S": "3", "FLEET_TEST_SHORT_LEASES": "1"}
+    aggregator = fleet.start("aggregate", "-c", SHORT_OF_DISK, "aggregate")
+    fleet.worker()
+    lines = [chat_line(f"b{number}", "text", echo={"result_bytes": 50_000}) for number in range(8)]
+    source, output = fleet.write("in.jsonl", lines), fleet.folder / "out.jsonl"
+    producer = fleet.start_producer("submit", str(source), "-o", str(output))
+
+    said = "waiting for the aggregator: the store failed"
+    wait_until(lambda: said in producer.stderr or not producer.running, 60, "the producer says what it waits for")
+    psutil.Process(aggregator.pid).rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
+
+    result = producer.wait(60)
+    assert result.code == 0, result.stderr
+    assert "File too large" in result.stderr
+    assert_complete(lines, output.read_bytes())
 
 
 def test_an_aggregator_warns_of_a_broker_that_forgets(fleet: FleetServers) -> None:
