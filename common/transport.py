@@ -485,6 +485,7 @@ def _full_is_away() -> Iterator[None]:
     try:
         yield
     except redis.OutOfMemoryError as exc:
+        logger.warning("the broker has no room for a queue: %s", exc)
         sleep(FULL_WAIT_S)
         raise redis.ConnectionError(str(exc)) from exc
 

@@ -165,7 +165,7 @@ def test_a_broker_that_fills_up_while_a_batch_is_published_loses_nothing(fleet: 
     assert 0 < fleet.waiting() < 3000
     fleet.client.config_set("maxmemory", 1)
     worker = fleet.start_worker()
-    wait_until(lambda: "heartbeat not written" in worker.stderr, 30, "a worker finds the broker full")
+    wait_until(lambda: "the broker has no room" in worker.stderr, 30, "a worker finds the broker full")
     fleet.client.config_set("maxmemory", 0)
 
     assert_complete(lines, fetched(fleet, batch_id))
