@@ -25,7 +25,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import from_json, to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+    from typing import Self
 
     from common.failures import Failure
 
@@ -134,6 +135,12 @@ def custom_id_of(text: str) -> str:
     return str(value["custom_id"])
 
 
+def model_of(text: str) -> str | None:
+    """The `model` of a line that `parse_line` accepted."""
+    model = from_json(text)["body"].get("model")
+    return model if isinstance(model, str) else None
+
+
 def has_nonfinite_number(text: str) -> bool:
     """True when a number of the line is too large for a float, such as 1e400.
 
@@ -240,12 +247,28 @@ class Usage(Record):
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    #: Model -> (prompt tokens, completion tokens); rows that name no model stand under "".
+    by_model: dict[str, tuple[int, int]] = Field(default_factory=dict)
+
+    @classmethod
+    def of(cls, by_model: Mapping[str, tuple[int, int]]) -> Self:
+        """The usage with these tokens."""
+        return cls(
+            prompt_tokens=sum(prompt for prompt, _ in by_model.values()),
+            completion_tokens=sum(completion for _, completion in by_model.values()),
+            by_model=dict(by_model),
+        )
 
     def plus(self, other: Usage) -> Usage:
         """The sum of both."""
+        both = dict(self.by_model)
+        for model, (prompt, completion) in other.by_model.items():
+            had = both.get(model, (0, 0))
+            both[model] = (had[0] + prompt, had[1] + completion)
         return Usage(
             prompt_tokens=self.prompt_tokens + other.prompt_tokens,
             completion_tokens=self.completion_tokens + other.completion_tokens,
+            by_model=both,
         )
 
 
@@ -275,6 +298,7 @@ class Manifest(Record):
 
     `counts` holds the number of requests of each input shard, in order; each is a shard of run 1.
     `digest` is over the file's bytes and what changes rows, see `producer.intake`.
+    Once `fail_after` rows of run 1 have failed, it is ended.
     """
 
     version: int = 1
@@ -287,6 +311,7 @@ class Manifest(Record):
     total: int
     counts: tuple[int, ...]
     expires_at: int | None = None
+    fail_after: int | None = None
     metadata: dict[str, str] = Field(default_factory=dict)
 
 
@@ -365,7 +390,10 @@ def spans_of(indexes: Iterable[int]) -> tuple[tuple[int, int], ...]:
 
 
 class RunEnding(Record):
-    """The wish that a run ends before it is complete: `status` is "cancelled" or "expired". The first one wins."""
+    """The wish that a run ends before it is complete. The first one wins.
+
+    `status` is "cancelled", "expired", or "failed" where too many rows failed (`Manifest.fail_after`).
+    """
 
     status: BatchStatus
     at: int
@@ -420,6 +448,10 @@ def batch_object(
             "input_tokens": usage.prompt_tokens,
             "output_tokens": usage.completion_tokens,
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            "by_model": {
+                model: {"input_tokens": prompt, "output_tokens": completion}
+                for model, (prompt, completion) in sorted(usage.by_model.items())
+            },
         },
         "metadata": manifest.metadata or None,
     }

@@ -2,9 +2,10 @@
 
     key                                type    holds
     fleet:<batch>:<run>:head           hash    the run in flight: total, shards, frontier, step, finished, failed,
-                                               prompt_tokens, completion_tokens, ending ("cancelled", "expired" or
-                                               ""), closed. Written first by `restore`, from the store; a script
-                                               that finds none writes nothing.
+                                               fail_after, ending ("cancelled", "expired", "failed" or ""), closed;
+                                               prompt:<model> and completion:<model> tokens; published:<queue> and
+                                               finished:<queue> requests. Written first by `restore`, from the
+                                               store; a script that finds none writes nothing.
     fleet:<batch>:<run>:sealed         set     numbers of the shards whose part exists
     fleet:<batch>:<run>:rows:<shard>   hash    index -> result row, of a shard that is not sealed yet
     fleet:<batch>:<run>:marks:<shard>  hash    index -> "worker/delivery" that is running it

@@ -28,7 +28,7 @@ import os
 import socket
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,6 +46,9 @@ SUSPECT_STRIKES = 2
 #: Rows that are read in one slice while a shard is sealed: at most so many, and about so many bytes.
 SLICE = 500
 SLICE_BYTES = 8 * 1024 * 1024
+
+#: Fields of a head that count by model or queue: tokens of recorded rows; requests published, and finished.
+PROMPT, COMPLETION, PUBLISHED, FINISHED = "prompt:", "completion:", "published:", "finished:"
 
 #: Value of an index whose row lies in the batch directory: it counts as recorded.
 SPILLED = b""
@@ -107,7 +110,7 @@ class Claim(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row to record. `shard_count` is the number of requests of its shard."""
+    """A row to record. `shard_count` is the number of requests of its shard, `queue` the one that it was taken from."""
 
     at: Address
     row: bytes
@@ -115,6 +118,8 @@ class Row:
     prompt_tokens: int
     completion_tokens: int
     shard_count: int
+    model: str = ""
+    queue: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +131,17 @@ class Progress:
     frontier: int
     finished: int
     failed: int
-    prompt_tokens: int
-    completion_tokens: int
     closed: str
     ending: str = ""
+    #: Model -> (prompt tokens, completion tokens).
+    tokens: dict[str, tuple[int, int]] = field(default_factory=dict)
+    #: Queue -> requests that were published to it, and requests that were finished from it, since `restore`.
+    published: dict[str, int] = field(default_factory=dict)
+    finished_from: dict[str, int] = field(default_factory=dict)
+
+    def unfinished(self, queue: str) -> int:
+        """Requests of a queue that were published and are not finished."""
+        return self.published.get(queue, 0) - self.finished_from.get(queue, 0)
 
 
 def new_worker_id() -> str:
@@ -221,6 +233,8 @@ class Ledger:
                         row.prompt_tokens,
                         row.completion_tokens,
                         row.shard_count,
+                        row.model,
+                        row.queue,
                     ),
                 )
                 for row in rows
@@ -242,8 +256,8 @@ class Ledger:
         spilled: Mapping[int, Sequence[int]] | None = None,
         finished: int = 0,
         failed: int = 0,
-        prompt_tokens: int = 0,
-        completion_tokens: int = 0,
+        tokens: Mapping[str, tuple[int, int]] | None = None,
+        fail_after: int | None = None,
     ) -> bool:
         """Write the head of a run from what the store knows. A head that exists stays; False then.
 
@@ -256,8 +270,20 @@ class Ledger:
                     for index in indexes:
                         pipe.hsetnx(keys.rows(batch_id, run, shard), str(index), SPILLED)
                 pipe.execute()
-        args = (total, shards, step, finished, failed, prompt_tokens, completion_tokens, *sealed)
+        counted = [
+            each
+            for model, (prompt, completion) in (tokens or {}).items()
+            for each in (f"{PROMPT}{model}", prompt, f"{COMPLETION}{model}", completion)
+        ]
+        args = (total, shards, step, finished, failed, fail_after or "", len(counted), *counted, *sealed)
         return bool(self._restore.call((keys.head(batch_id, run), keys.sealed(batch_id, run)), args))
+
+    def note_published(self, batch_id: str, run: int, requests: Mapping[str, int]) -> None:
+        """Count requests that were published, by queue."""
+        with self._client.pipeline(transaction=False) as pipe:
+            for queue, count in requests.items():
+                pipe.hincrby(keys.head(batch_id, run), f"{PUBLISHED}{queue}", count)
+            pipe.execute()
 
     def progress(self, batch_id: str, run: int) -> Progress | None:
         """Where a run stands, or None when Redis does not know it."""
@@ -274,8 +300,9 @@ class Ledger:
             frontier=number(b"frontier"),
             finished=number(b"finished"),
             failed=number(b"failed"),
-            prompt_tokens=number(b"prompt_tokens"),
-            completion_tokens=number(b"completion_tokens"),
+            tokens=_pairs(head, PROMPT, COMPLETION),
+            published=_numbers(head, PUBLISHED),
+            finished_from=_numbers(head, FINISHED),
             closed=head.get(b"closed", b"").decode(),
             ending=head.get(b"ending", b"").decode(),
         )
@@ -476,6 +503,17 @@ class Ledger:
         if dead:
             self._client.zrem(keys.WORKERS, *dead)
         return [_beat(worker_id, value) for worker_id, value in zip(ids, values, strict=True) if value is not None]
+
+
+def _numbers(head: Mapping[bytes, bytes], prefix: str) -> dict[str, int]:
+    """The numbers of the fields with this prefix, by what follows it."""
+    start = prefix.encode()
+    return {field[len(start) :].decode(): int(value) for field, value in head.items() if field.startswith(start)}
+
+
+def _pairs(head: Mapping[bytes, bytes], first: str, second: str) -> dict[str, tuple[int, int]]:
+    ones, others = _numbers(head, first), _numbers(head, second)
+    return {name: (ones.get(name, 0), others.get(name, 0)) for name in {**ones, **others}}
 
 
 def _beat(worker_id: str, value: bytes) -> WorkerBeat:

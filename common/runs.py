@@ -13,7 +13,7 @@ A batch is as its newest run is. A run starts after the one before it has closed
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from pydantic_core import from_json
@@ -147,13 +147,8 @@ class Tally:
 
     completed: int = 0
     failed: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-    @property
-    def usage(self) -> Usage:
-        """The tokens."""
-        return Usage(prompt_tokens=self.prompt_tokens, completion_tokens=self.completion_tokens)
+    #: Model -> (prompt tokens, completion tokens).
+    tokens: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, rows: Iterable[bytes]) -> None:
         """Count rows, one line each."""
@@ -162,9 +157,20 @@ class Tally:
                 self.failed += 1
                 continue
             self.completed += 1
-            usage = (from_json(row)["response"]["body"] or {}).get("usage") or {}
-            self.prompt_tokens += usage.get("prompt_tokens") or 0
-            self.completion_tokens += usage.get("completion_tokens") or 0
+            model, prompt, completion = tokens_of(row)
+            if prompt or completion:
+                had = self.tokens.get(model, (0, 0))
+                self.tokens[model] = (had[0] + prompt, had[1] + completion)
+
+
+def tokens_of(row: bytes) -> tuple[str, int, int]:
+    """The model, and the prompt and completion tokens, that a row which succeeded counts itself."""
+    body = from_json(row)["response"]["body"] or {}
+    usage = body.get("usage") or {}
+    # The responses endpoint has names of its own.
+    prompt = usage.get("prompt_tokens") or usage.get("input_tokens") or 0
+    completion = usage.get("completion_tokens") or usage.get("output_tokens") or 0
+    return body.get("model") or "", prompt, completion
 
 
 def _tally(store: ObjectStore, batch_id: str, run: int, sealed: Iterable[int]) -> Tally:
@@ -202,8 +208,8 @@ def restore(store: ObjectStore, ledger: Ledger, run: Run, *, window: int) -> boo
         spilled=spilled,
         finished=tally.completed + tally.failed,
         failed=tally.failed,
-        prompt_tokens=tally.prompt_tokens,
-        completion_tokens=tally.completion_tokens,
+        tokens=tally.tokens,
+        fail_after=run.manifest.fail_after if number == FIRST_RUN else None,
     )
     if end is not None:
         ledger.close(batch_id, number, end.status.value)
@@ -256,8 +262,7 @@ def state_of_run(store: ObjectStore, ledger: Ledger | None, run: Run) -> BatchSt
         tally = Tally(
             completed=progress.finished - progress.failed,
             failed=progress.failed,
-            prompt_tokens=progress.prompt_tokens,
-            completion_tokens=progress.completion_tokens,
+            tokens=progress.tokens,
         )
         if progress.ending == BatchStatus.CANCELLED.value:
             status = BatchStatus.CANCELLING
@@ -277,7 +282,7 @@ def _on_top(store: ObjectStore, run: Run, tally: Tally) -> tuple[RequestCounts, 
         RequestCounts(
             total=counts.total, completed=counts.completed + tally.completed, failed=counts.failed + tally.failed
         ),
-        usage.plus(tally.usage),
+        usage.plus(Usage.of(tally.tokens)),
     )
 
 

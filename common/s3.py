@@ -246,10 +246,12 @@ class S3Bucket:
             yield from (each["Key"] for each in page.get("Contents", ()))
             yield from (each["Prefix"] for each in page.get("CommonPrefixes", ()))
 
-    def remove(self, prefix: str) -> None:
-        """Delete all keys that begin with `prefix`."""
+    def remove(self, name: str) -> None:
+        """Delete the key `name` and all that begin with it and a slash."""
         batch: list[dict[str, str]] = []
-        for key in self.keys(prefix):
+        for key in self.keys(name):
+            if key != name and not key.startswith(f"{name}/"):
+                continue
             batch.append({"Key": key})
             if len(batch) == _DELETE_AT_ONCE:
                 self._delete(batch)

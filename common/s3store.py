@@ -90,9 +90,9 @@ class S3Store:
             if name:  # some tools make an empty object to stand for the folder itself
                 yield name
 
-    def remove(self, folder: str) -> None:
-        """See `ObjectStore.remove`."""
-        self._bucket.remove(self._key(folder) + "/")
+    def remove(self, name: str) -> None:
+        """See `ObjectStore.remove`. S3 has no folders: a key is removed, and all that begin with it and a slash."""
+        self._bucket.remove(self._key(name))
 
     def local_path(self, name: str) -> str | None:  # noqa: ARG002 - the protocol's
         """Nothing of it lies on this machine."""

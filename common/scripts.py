@@ -51,7 +51,8 @@ RECORD = """
 local head, sealed, rows, marks = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local shard, index, row, failed = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local prompt_tokens, completion_tokens, count = ARGV[5], ARGV[6], tonumber(ARGV[7])
-local run = redis.call('HMGET', head, 'closed', 'frontier', 'shards', 'step')
+local model, queue = ARGV[8], ARGV[9]
+local run = redis.call('HMGET', head, 'closed', 'frontier', 'shards', 'step', 'fail_after', 'published:' .. queue)
 if not run[1] then return {'unknown', 0, 0} end
 if run[1] ~= '' or redis.call('SISMEMBER', sealed, shard) == 1 then return {'done', 0, 0} end
 if redis.call('HSETNX', rows, index, row) == 0 then
@@ -59,10 +60,14 @@ if redis.call('HSETNX', rows, index, row) == 0 then
 end
 redis.call('HDEL', marks, index)
 local finished = redis.call('HINCRBY', head, 'finished', 1)
-if failed == 1 then redis.call('HINCRBY', head, 'failed', 1) end
-if prompt_tokens ~= '0' then redis.call('HINCRBY', head, 'prompt_tokens', prompt_tokens) end
-if completion_tokens ~= '0' then redis.call('HINCRBY', head, 'completion_tokens', completion_tokens) end
 local full, feed = 0, 0
+if failed == 1 then
+    local all = redis.call('HINCRBY', head, 'failed', 1)
+    if run[5] and run[5] ~= '' and all >= tonumber(run[5]) then feed = 1 end
+end
+if prompt_tokens ~= '0' then redis.call('HINCRBY', head, 'prompt:' .. model, prompt_tokens) end
+if completion_tokens ~= '0' then redis.call('HINCRBY', head, 'completion:' .. model, completion_tokens) end
+if run[6] then redis.call('HINCRBY', head, 'finished:' .. queue, 1) end
 if redis.call('HLEN', rows) == count then full = 1 end
 if tonumber(run[2]) < tonumber(run[3]) and finished % tonumber(run[4]) == 0 then feed = 1 end
 return {'ours', full, feed}
@@ -72,9 +77,11 @@ RESTORE = """
 local head, sealed = KEYS[1], KEYS[2]
 if redis.call('EXISTS', head) == 1 then return 0 end
 redis.call('DEL', sealed)
-for i = 8, #ARGV do redis.call('SADD', sealed, ARGV[i]) end
+local counted = 7 + tonumber(ARGV[7])
+for i = counted + 1, #ARGV do redis.call('SADD', sealed, ARGV[i]) end
+for i = 8, counted, 2 do redis.call('HSET', head, ARGV[i], ARGV[i + 1]) end
 redis.call('HSET', head, 'total', ARGV[1], 'shards', ARGV[2], 'step', ARGV[3], 'finished', ARGV[4], 'failed', ARGV[5],
-    'prompt_tokens', ARGV[6], 'completion_tokens', ARGV[7], 'frontier', 0, 'ending', '', 'closed', '')
+    'fail_after', ARGV[6], 'frontier', 0, 'ending', '', 'closed', '')
 return 1
 """
 

@@ -63,8 +63,8 @@ class ObjectStore(Protocol):
     def names(self, folder: str) -> Iterator[str]:
         """The last name parts of what lies directly in `folder`, in no order; nothing when there is no folder."""
 
-    def remove(self, folder: str) -> None:
-        """Remove everything in `folder`. Not atomic; an absent folder is fine."""
+    def remove(self, name: str) -> None:
+        """Remove an object, or everything in a folder. A folder not at once; what is absent is fine."""
 
     def local_path(self, name: str) -> str | None:
         """Where the object lies on this machine, if it does: a user's file must not be the same one."""
@@ -170,10 +170,14 @@ class LocalStore:
             return
         yield from (name for name in found if not name.startswith(".tmp-"))
 
-    def remove(self, folder: str) -> None:
+    def remove(self, name: str) -> None:
         """See `ObjectStore.remove`."""
-        with contextlib.suppress(ObjectMissingError), self._outage(folder):
-            shutil.rmtree(self.root / folder)
+        path = self.root / name
+        with contextlib.suppress(ObjectMissingError), self._outage(name):
+            if path.is_file():
+                path.unlink()
+            else:
+                shutil.rmtree(path)
 
     def local_path(self, name: str) -> str | None:
         """See `ObjectStore.local_path`."""

@@ -1,4 +1,4 @@
-"""The command `producer`: submit, check, status, list, resume, retry, cancel, fetch.
+"""The command `producer`: submit, check, status, list, resume, retry, cancel, fetch, purge.
 
 Owns: the command line, exit codes, and what is printed where: results on stdout, everything for people on stderr.
 On failure: one line per problem, never a traceback; see `contract` in the README for the exit codes.
@@ -99,10 +99,20 @@ def build_parser() -> argparse.ArgumentParser:
         "ordered one. Rows that succeeded are not touched.",
     )
 
+    purge = commands.add_parser(
+        "purge",
+        allow_abbrev=False,
+        help="remove batches that have been closed for a while; nothing is removed by itself",
+        description="Remove the directories of batches that have been closed for a while, outputs included. Open "
+        "batches stay, however old they are. Prints the ids.",
+    )
+    purge.add_argument("--older-than", type=_seconds, required=True, metavar="7d", help="closed for at least so long")
+    purge.add_argument("--dry-run", action="store_true", help="only print what would be removed")
+
     cancel = commands.add_parser("cancel", allow_abbrev=False, help="end an open batch; finished rows are kept")
     cancel.add_argument("batch", metavar="BATCH")
 
-    for command in (status, listing, fetch, cancel):
+    for command in (status, listing, fetch, cancel, purge):
         command.add_argument(
             "--local", action="store_true", help="look at the batches of --local; needs no FLEET_STORE"
         )
@@ -127,6 +137,12 @@ def _add_submit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     submit.add_argument("--new", action="store_true", help="a fresh batch, even if one of the same file is open")
     submit.add_argument(
         "--expires", type=_seconds, metavar="24h", help="rows not finished by then fail; default: never"
+    )
+    submit.add_argument(
+        "--fail-after",
+        type=_limit,
+        metavar="N|P%",
+        help="end the batch once so many of its rows, or such a share of them, have failed; default: never",
     )
     submit.add_argument("--json", action="store_true", help="print the final batch object on stdout")
 
@@ -158,7 +174,7 @@ def _add_run(
     parser.add_argument("--detach", action="store_true", help="only see to it that the batch goes on; do not wait")
     _add_local(parser)
     parser.add_argument("--json", action="store_true", help="print the final batch object on stdout")
-    parser.set_defaults(new=False, expires=None)
+    parser.set_defaults(new=False, expires=None, fail_after=None)
 
 
 def _seconds(text: str) -> int:
@@ -167,6 +183,14 @@ def _seconds(text: str) -> int:
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no time: say 90s, 30m, 24h or 7d")
     return int(match.group(1)) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match.group(2)]
+
+
+def _limit(text: str) -> tuple[int, bool]:
+    """`100` rows, or `5%` of them: the number, and whether it is a share in per cent."""
+    match = re.fullmatch(r"([1-9]\d*)(%?)", text)
+    if match is None or (match.group(2) and int(match.group(1)) > 100):
+        raise argparse.ArgumentTypeError(f"{text!r} is no limit: say 100 for rows, or 5% for a share of them")
+    return int(match.group(1)), bool(match.group(2))
 
 
 def _add_input(parser: argparse.ArgumentParser) -> None:
@@ -405,7 +429,7 @@ def _run_batch(options: argparse.Namespace, flags: list[str]) -> int:
         raise UsageError(f"{run.batch_id} is still open: producer resume attaches to it")
     if end is not None and options.command == "retry":
         again = Again(run)
-    elif end is not None and end.status in (BatchStatus.CANCELLED, BatchStatus.EXPIRED):
+    elif end is not None and end.status in (BatchStatus.CANCELLED, BatchStatus.EXPIRED, BatchStatus.FAILED):
         again = Again(run, _UNFINISHED)
     if end is not None and (again is None or not end.counts.failed):
         nothing = "no row of it failed" if options.command == "retry" else "get its rows with producer fetch"
@@ -435,6 +459,18 @@ def _cancel(options: argparse.Namespace, _: list[str]) -> int:
     return EXIT_OK
 
 
+def _purge(options: argparse.Namespace, _: list[str]) -> int:
+    settings = load(FleetSettings)
+    place = settings.store or state_folder().as_uri() if options.local else settings.with_store().store
+    store = open_store(place, create=False, s3_endpoint=settings.s3_endpoint)
+    removed = 0
+    for batch_id in control.purge(store, options.older_than, dry_run=options.dry_run):
+        print_result(batch_id)
+        removed += 1
+    _say(f"{removed} batches {'would be ' if options.dry_run else ''}removed")
+    return EXIT_OK
+
+
 _COMMANDS = {
     "submit": _submit,
     "check": _check,
@@ -442,6 +478,7 @@ _COMMANDS = {
     "list": _list,
     "resume": _run_batch,
     "retry": _run_batch,
+    "purge": _purge,
     "cancel": _cancel,
     "fetch": _fetch,
 }

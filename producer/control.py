@@ -160,6 +160,7 @@ def write_batch(
     max_shard_size: int,
     batch_id: str | None = None,
     expires_at: int | None = None,
+    fail_after: int | None = None,
     new: bool = False,
     on_lines: Callable[[int], None] | None = None,
 ) -> Manifest:
@@ -176,6 +177,7 @@ def write_batch(
             digest=digest,
             max_shard_size=max_shard_size,
             expires_at=expires_at,
+            fail_after=fail_after,
             on_lines=on_lines,
         )
     except BaseException:
@@ -371,6 +373,24 @@ def manifests(store: ObjectStore) -> Iterator[Manifest]:
         except NoSuchBatchError:
             continue  # a submit that did not get to its manifest: no batch
     yield from sorted(found, key=lambda manifest: (manifest.created_at, manifest.batch_id), reverse=True)
+
+
+def purge(store: ObjectStore, older_than_s: float, *, dry_run: bool = False) -> Iterator[str]:
+    """Remove batches whose newest run closed at least so long ago; yields the id of each before it is removed.
+
+    The manifest goes first: a directory without one is no batch, so that a purge which dies in the middle does not
+    leave one that reads as open and would be run again.
+    """
+    limit = now() - older_than_s
+    for manifest in manifests(store):
+        run = newest_run(store, manifest)
+        end = read_end(store, run.batch_id, run.number)
+        if end is None or end.at > limit:
+            continue
+        yield manifest.batch_id
+        if not dry_run:
+            store.remove(layout.manifest(manifest.batch_id))
+            store.remove(layout.batch(manifest.batch_id))
 
 
 def fetch(store: ObjectStore, run: Run, destination: Destination) -> RunEnd | None:

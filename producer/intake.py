@@ -136,6 +136,7 @@ def write_batch(
     digest: str,
     max_shard_size: int,
     expires_at: int | None = None,
+    fail_after: int | None = None,
     on_lines: Callable[[int], None] | None = None,
 ) -> Manifest:
     """Second pass: write the shards' inputs, then the manifest. The batch is durable when this returns.
@@ -174,6 +175,7 @@ def write_batch(
         total=checked.total,
         counts=tuple(counts),
         expires_at=expires_at,
+        fail_after=fail_after,
     )
     with store.writing(layout.manifest(batch_id)) as out:
         out.write(manifest.model_dump_json().encode())

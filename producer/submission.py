@@ -238,6 +238,7 @@ class Submission:
             max_shard_size=self._settings.shard_size,
             batch_id=batch_id,
             new=self._options.new,
+            fail_after=self._fail_after(self._checked.total),
             expires_at=None if self._options.expires is None else now() + self._options.expires,
             on_lines=lambda lines: progress.note(f"writing the batch ({lines} lines)"),
         )
@@ -245,6 +246,13 @@ class Submission:
             raise UsageError(f"another producer is running this file as {manifest.batch_id} on this machine")
         progress.say(f"{manifest.batch_id}: {manifest.total} requests in {len(manifest.counts)} shards")
         return first_run(manifest)
+
+    def _fail_after(self, total: int) -> int | None:
+        """After how many failed rows the batch ends, of so many rows."""
+        if self._options.fail_after is None:
+            return None
+        number, is_share = self._options.fail_after
+        return max(1, -(-total * number // 100)) if is_share else int(number)
 
     def _run_again(self, progress: Progress, again: Again) -> Run:
         run = control.run_again(self._store, again.closed, again.codes)
@@ -285,7 +293,7 @@ class Submission:
         progress.note("")
         progress.say(
             f"{state.manifest.batch_id} {state.status.value}: {counts.completed} ok, {counts.failed} failed, "
-            f"{duration(took_s)} in all, {requests_s:.1f} requests/s -> {self._output}"
+            f"{_tokens(state)}{duration(took_s)} in all, {requests_s:.1f} requests/s -> {self._output}"
         )
         if self._options.json:
             output, errors = self._output, self._options.errors
@@ -293,6 +301,19 @@ class Submission:
                 dumps(shown_object(state, output=os.path.abspath(output), errors=errors and os.path.abspath(errors)))
             )
         return exit_code(state)
+
+
+def _tokens(state: BatchState) -> str:
+    """The tokens of a batch for people, and of each model where there are several; nothing where none were counted."""
+    usage = state.usage
+    if not usage.prompt_tokens and not usage.completion_tokens:
+        return ""
+    models = "".join(
+        f"; {model or 'no model named'}: {prompt} + {completion}"
+        for model, (prompt, completion) in sorted(usage.by_model.items())
+        if len(usage.by_model) > 1
+    )
+    return f"{usage.prompt_tokens} + {usage.completion_tokens} tokens{models}, "
 
 
 def _replace(local: LocalFleet, progress: Progress) -> None:

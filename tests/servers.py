@@ -352,7 +352,8 @@ class FleetServers(Workplace):
             key = raw.decode()
             owner = key.split(":")[1]
             ttl_s = int(self.client.ttl(key))
-            if not owner.startswith("batch_") or self.is_closed(owner):
+            purged = not self.store.exists(layout.manifest(owner))
+            if not owner.startswith("batch_") or self.is_closed(owner) or purged:
                 assert ttl_s != -1, f"{key} never expires"
             else:
                 assert ttl_s < 0, f"{key} of an open batch expires in {ttl_s} s"

@@ -45,6 +45,7 @@ from common.runs import (
     sealed_shards,
     state_of_run,
     write_end,
+    write_ending,
 )
 from common.spill import shard_rows, spill_shard
 
@@ -60,8 +61,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fleet.aggregate")
 
 #: What an early end makes of the requests that were not finished, and how it is said.
-_ENDINGS = {BatchStatus.CANCELLED: FailureKind.CANCELLED, BatchStatus.EXPIRED: FailureKind.EXPIRED}
-_ENDED = {BatchStatus.CANCELLED: "was cancelled", BatchStatus.EXPIRED: "expired"}
+_ENDINGS = {
+    BatchStatus.CANCELLED: FailureKind.CANCELLED,
+    BatchStatus.EXPIRED: FailureKind.EXPIRED,
+    BatchStatus.FAILED: FailureKind.CANCELLED,
+}
+_ENDED = {
+    BatchStatus.CANCELLED: "was cancelled",
+    BatchStatus.EXPIRED: "expired",
+    BatchStatus.FAILED: "was ended, because too many requests had failed (--fail-after),",
+}
 
 #: Seconds between two times that room is made in Redis.
 RELIEF_INTERVAL_S = 1.0
@@ -148,9 +157,21 @@ class Aggregator:
         """Publish what the window allows; returns how many shards. A run that Redis lost is restored first."""
         run = self._run(batch_id, number)
         restore(self._store, self._ledger, run, window=self._window)
+        if self._goes_wrong(run):
+            write_ending(self._store, batch_id, number, BatchStatus.FAILED)
+            self.end_early(batch_id, number)
+            return 0
         if self._ledger.memory_share() > SOFT_LIMIT:
             self.relieve(batch_id, number)
         return Feeder(self._app, self._ledger, self._store, run, window=self._window, queue=self._queue).feed()
+
+    def _goes_wrong(self, run: Run) -> bool:
+        """Whether more rows of the file's run have failed than its submitter wants to see."""
+        limit = run.manifest.fail_after
+        if limit is None or run.number != FIRST_RUN:
+            return False
+        progress = self._ledger.progress(run.batch_id, run.number)
+        return progress is not None and not progress.closed and progress.failed >= limit
 
     def relieve(self, batch_id: str, number: int) -> None:
         """Make room in Redis: spill the finished rows of the run's open shards, once a second at most."""

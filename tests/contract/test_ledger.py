@@ -38,7 +38,7 @@ def at(batch: str, index: int = 0, *, shard: int = 0, run: int = 1) -> Address:
 
 
 def row(address: Address, text: bytes = b"row", *, failed: bool = False, tokens: int = 0, count: int = 4) -> Row:
-    return Row(address, text, failed, tokens, 2 * tokens, count)
+    return Row(address, text, failed, tokens, 2 * tokens, count, model="m", queue="gpu")
 
 
 def rows_of(ledger: Ledger, batch: str, count: int = 4) -> list[bytes | None]:
@@ -62,7 +62,7 @@ def test_the_first_row_of_an_index_wins_and_counts_once(ledger: Ledger, batch: s
     assert rows_of(ledger, batch)[0] == b"first"
     progress = ledger.progress(batch, 1)
     assert progress is not None
-    assert (progress.finished, progress.failed, progress.prompt_tokens, progress.completion_tokens) == (1, 0, 3, 6)
+    assert (progress.finished, progress.failed, progress.tokens) == (1, 0, {"m": (3, 6)})
 
 
 @settings(max_examples=40)
@@ -265,10 +265,10 @@ def test_a_closed_run_gives_out_no_shard(ledger: Ledger, batch: str) -> None:
 
 
 def test_restore_writes_once_and_leaves_a_run_in_flight_alone(ledger: Ledger, batch: str) -> None:
-    assert ledger.restore(batch, 1, total=8, shards=2, step=5, sealed=[1], finished=4, failed=1, prompt_tokens=7)
+    assert ledger.restore(batch, 1, total=8, shards=2, step=5, sealed=[1], finished=4, failed=1, tokens={"m": (7, 0)})
     before = ledger.progress(batch, 1)
     assert before is not None
-    assert (before.total, before.shards, before.finished, before.failed, before.prompt_tokens) == (8, 2, 4, 1, 7)
+    assert (before.total, before.shards, before.finished, before.failed, before.tokens) == (8, 2, 4, 1, {"m": (7, 0)})
     assert (before.frontier, before.closed) == (0, "")
     assert [ledger.is_sealed(batch, 1, shard) for shard in (0, 1)] == [False, True]
 
@@ -470,3 +470,24 @@ def test_missing_are_the_indexes_without_a_row_and_no_row_is_read_for_it(
 
     assert missing == {0, 2}
     assert int(broker_server.client.info("stats")["total_net_output_bytes"]) - sent < 100_000
+
+
+def test_a_failure_at_the_limit_asks_for_a_feed(ledger: Ledger, batch: str) -> None:
+    """Where the aggregator ends the batch; a success does not, and neither does a failure before."""
+    ledger.restore(batch, 1, total=40, shards=1, step=1000, fail_after=2)
+
+    answers = ledger.record([row(at(batch, n), failed=n in (1, 3), count=40) for n in range(5)])
+
+    assert [answer.feed for answer in answers] == [False, False, False, True, False]
+
+
+def test_finished_requests_are_counted_by_queue_where_they_were_published_by_queue(ledger: Ledger, batch: str) -> None:
+    ledger.restore(batch, 1, total=40, shards=1, step=1000)
+    ledger.record([row(at(batch, 0), count=40)])
+    ledger.note_published(batch, 1, {"gpu": 3, "other": 2})
+
+    ledger.record([row(at(batch, 1), count=40)])
+
+    progress = ledger.progress(batch, 1)
+    assert progress is not None
+    assert (progress.unfinished("gpu"), progress.unfinished("other"), progress.unfinished("no")) == (2, 2, 0)

@@ -171,6 +171,17 @@ def local(tmp_path: Path) -> LocalStore:
     return LocalStore(tmp_path / "store")
 
 
+def test_an_object_or_a_folder_is_removed_and_its_neighbours_stay(store: ObjectStore) -> None:
+    for name in ("a/one", "a/two", "ab/one", "c", "cd"):
+        write(store, name, b"x")
+
+    store.remove("a")
+    store.remove("c")
+    store.remove("is/not/there")
+
+    assert [name for name in ("a/one", "a/two", "ab/one", "c", "cd") if store.exists(name)] == ["ab/one", "cd"]
+
+
 def test_a_root_that_is_gone_is_an_outage_and_no_absence(local: LocalStore) -> None:
     """A share that is not mounted must not look like a batch without parts."""
     write(local, NAME, b"x")

@@ -74,6 +74,11 @@ def test_a_retry_runs_the_failed_rows_alone_and_leaves_a_complete_output(fleet: 
     batch = json.loads(retry.stdout)
     assert (batch["status"], batch["request_counts"]) == ("completed", {"total": 40, "completed": 40, "failed": 0})
     assert batch["usage"]["input_tokens"] == sum(row["response"]["body"]["usage"]["prompt_tokens"] for row in rows)
+    # Tokens by model, of both runs: echo's rows name the model that they were asked for.
+    per_model = {model: tokens["input_tokens"] for model, tokens in batch["usage"]["by_model"].items()}
+    assert set(per_model) == {"test-model", "later-model"}
+    assert sum(per_model.values()) == batch["usage"]["input_tokens"]
+    assert "tokens; later-model: " in retry.stderr
     fetched = fleet.folder / "fetched.jsonl"
     assert fleet.producer("fetch", batch_id, "-o", str(fetched)).code == 0
     assert fetched.read_bytes() == after
@@ -199,6 +204,74 @@ def test_a_local_batch_is_retried_on_this_machine(server: str, tmp_path: Path) -
         workplace.close()
 
 
+# -- batches that go wrong, and batches that are over ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("limit", "at_least"), [("5", 5), ("10%", 20)])
+def test_a_batch_that_goes_wrong_is_ended_early(fleet: FleetServers, limit: str, at_least: int) -> None:
+    """Finished rows stay, the rest is cancelled, and resume runs exactly that."""
+    lines = [
+        chat_line(f"r{n:03d}", f"text {n}", model="later-model" if n % 2 else "test-model", echo={"latency_s": 0.05})
+        for n in range(200)
+    ]
+    path, output = fleet.write("in.jsonl", lines), fleet.folder / "in.out.jsonl"
+    worker = fleet.worker("--max-inflight", "4")
+
+    run = fleet.producer("submit", str(path), "--fail-after", limit)
+
+    assert run.code == 4, run.stderr
+    (batch_id,) = fleet.batch_ids()
+    assert json.loads(fleet.producer("status", batch_id, "--json").stdout)["status"] == "failed"
+    rows = assert_complete(lines, output.read_bytes(), {f"r{n:03d}": "any" for n in range(200)})
+    codes = [row["error"]["code"] if row["error"] else "" for row in rows]
+    assert codes.count("model_not_found") >= at_least
+    assert codes.count("cancelled") > 100
+    assert set(codes) == {"", "model_not_found", "cancelled"}
+
+    worker.stop()
+    fleet.worker(model="later-model")
+    assert fleet.producer("resume", batch_id).code == 3
+    again = assert_complete(lines, output.read_bytes(), {f"r{n:03d}": "any" for n in range(200)})
+    for code, old, new in zip(codes, rows, again, strict=True):
+        assert (old == new) is (code != "cancelled")
+
+
+def test_closed_batches_are_purged_when_they_are_old_enough(fleet: FleetServers) -> None:
+    """Open ones never, and nothing that is younger."""
+    path = fleet.write("in.jsonl", chat_lines(3))
+    fleet.worker()
+    assert fleet.producer("submit", str(path)).code == 0
+    (closed,) = fleet.batch_ids()
+    held = fleet.write("held.jsonl", [chat_line("held", "x", echo={"latency_s": 300})])
+    assert fleet.producer("submit", str(held), "--detach").code == 0
+    (opened,) = fleet.batch_ids() - {closed}
+
+    assert fleet.producer("purge", "--older-than", "1h").stdout == b""
+    wait_until(lambda: fleet.producer("purge", "--older-than", "1s", "--dry-run").stdout != b"", 10, "a second passed")
+    assert fleet.batch_ids() == {closed, opened}
+
+    purged = fleet.producer("purge", "--older-than", "1s")
+
+    assert purged.stdout.decode().split() == [closed]
+    assert fleet.batch_ids() == {opened}
+    assert fleet.producer("status", closed).code == 1
+    # The same file is a batch of its own again.
+    assert fleet.producer("submit", str(path)).code == 0
+    assert fleet.producer("cancel", opened).code == 0
+    wait_until(lambda: fleet.is_closed(opened), 20, "the held batch is closed")
+
+
+def test_a_purge_that_dies_leaves_nothing_that_is_run_again(closed: tuple[LocalStore, Run]) -> None:
+    """The manifest goes first; what is left is no batch."""
+    store, run = closed
+    purge = control.purge(store, 0)
+    assert next(purge) == run.batch_id
+    store.remove(layout.manifest(run.batch_id))  # what it does next, and then dies
+
+    assert list(control.manifests(store)) == []
+    assert store.exists(layout.shard_input(run.batch_id, 0))
+
+
 # -- what can die in between -------------------------------------------------------------------------------------------
 
 
@@ -245,7 +318,7 @@ def test_a_later_run_is_assembled_again_after_a_death_before_its_end(
     assert end is not None
     assert again is not None
     assert end.counts == again.counts == RequestCounts(total=20, completed=12, failed=8)
-    assert end.usage == again.usage == Usage(prompt_tokens=2, completion_tokens=4)
+    assert end.usage == again.usage == Usage.of({"": (2, 4)})
     assert output == store.read(layout.output(run.batch_id, 2))
     texts = [json.loads(line)["response"]["body"]["text"] for line in output.splitlines()]
     assert [n for n, text in enumerate(texts) if text == "new"] == [1, 3, 17]

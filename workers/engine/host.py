@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import redis
 
-from common.batch import custom_id_of, failed_row
+from common.batch import custom_id_of, failed_row, model_of
 from common.errors import EngineAbortedError, EngineDeadError, EngineStartError
 from common.failures import Failure, FailureKind
 from common.ledger import Address, Begun, Claim, Recorded, Row, Verdict, WorkerBeat
@@ -375,6 +375,8 @@ class EngineHost:
             prompt_tokens=reply.prompt_tokens,
             completion_tokens=reply.completion_tokens,
             shard_count=count,
+            model=self._model(line),
+            queue=self._queue,
         )
         recorded = await self._until_known(at, lambda: self._record(row))
         self.observer.recorded(line, reply, first=recorded.verdict is Verdict.OURS)
@@ -450,6 +452,13 @@ class EngineHost:
         finally:
             self.on_engine -= 1
             self.observer.called(request.line, time.monotonic() - started, reply)
+
+    def _model(self, line: str) -> str:
+        """The model whose tokens a row counts. Only an engine with several names has to look into the line."""
+        if len(self.engine.models) == 1:
+            return self.engine.models[0]
+        model = model_of(line)
+        return model if model is not None else self.engine.models[0]
 
     def _failed(self, line: str, kind: FailureKind, reason: str) -> Reply:
         return Reply(failed_row(custom_id_of(line), Failure(kind, reason), prefix=self.engine.name), kind)
