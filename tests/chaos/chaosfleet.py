@@ -229,10 +229,21 @@ class ChaosFleet(FleetServers):
             process.send(signal.SIGCONT)
         self._frozen.clear()
 
-    def drop_connections(self) -> None:
-        """Cut every connection but our own."""
+    def drop_connections(self, *, paused_s: float = 0.0) -> None:
+        """Cut every connection but our own, and but the one that counts engine calls: what it missed looks undone.
+
+        With `paused_s` the broker answers nobody for so long before, and cuts them before it answers anything then.
+        """
         client: Any = self.client
-        client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        ours = client.client_id()
+        others = [each["id"] for each in client.client_list() if "O" not in each["flags"]]  # O: it runs MONITOR
+        with client.pipeline(transaction=False) as pipe:
+            if paused_s:
+                pipe.execute_command("CLIENT", "PAUSE", int(1000 * paused_s), "ALL")
+            for each in others:
+                if int(each) != ours:
+                    pipe.execute_command("CLIENT", "KILL", "ID", each)
+            pipe.execute(raise_on_error=False)  # some may have gone by themselves
 
     def pause_broker(self, seconds: float) -> None:
         """Let the broker answer nobody for so long."""
