@@ -22,7 +22,7 @@ def test_compose_gives_workers_more_time_than_a_drain_takes() -> None:
     workers = [service for service in services if service.startswith("worker-")]
     assert len(workers) == 2
     for service in workers:
-        grace_s = re.search(r'^    stop_grace_period: "\$\{FLEET_STOP_GRACE:-(\d+)s\}"$', service, re.MULTILINE)
+        grace_s = re.search(r'^    stop_grace_period: "?(?:\$\{\w+:-)?(\d+)s\b', service, re.MULTILINE)
         assert grace_s is not None, service
         assert int(grace_s.group(1)) >= int(drain_s.group(1)) + STOP_S
         assert "<<: *fleet" in service
