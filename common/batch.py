@@ -36,6 +36,9 @@ SUCCESS_END = b'"error":null}'
 #: A batch's problems that are named one by one; the rest is counted.
 MAX_PROBLEMS = 20
 
+#: Levels of nesting that the parser (pydantic's jiter) takes; every reader behind it recurses.
+MAX_DEPTH = 200
+
 BOM = b"\xef\xbb\xbf"
 
 #: What may stand around a JSON value (RFC 8259, section 2). Not `bytes.strip()`, which also takes \v and \f.
@@ -84,6 +87,8 @@ def _json_reason(raw: bytes, reason: str) -> str:
         return f"not JSON: NUL bytes{_guess_encoding(raw)}"
     if raw.startswith(BOM):
         return "not JSON: a byte order mark (BOM) inside the file"
+    if reason.startswith("recursion limit"):
+        return f"nested deeper than {MAX_DEPTH} levels"
     # jiter names "line 1 column N" of the line that it was given: only the column means anything to the user.
     return "not JSON: " + reason.replace("at line 1 column", "at column")
 

@@ -37,6 +37,10 @@ class InputRefusedError(FleetError):
         super().__init__(f"{total} problem(s) in the input")
 
 
+class SourceUnavailableError(FleetError):
+    """The input cannot be reached."""
+
+
 class DestinationError(UsageError):
     """The destination cannot be written."""
 

@@ -63,6 +63,17 @@ class FleetSettings(BaseSettings):
         return self
 
 
+class ProducerSettings(FleetSettings):
+    """What a producer needs besides: limits on what an input may cost."""
+
+    #: Bytes of an input, as it is read: decompressed.
+    max_input_bytes: int = Field(default=64 * 1024**3, ge=1)
+    #: Lines of an input, blank ones too.
+    max_lines: int = Field(default=10_000_000, ge=1)
+    #: Bytes of one line. A request travels through Redis, whose strings end at 512 MiB, in an escaped form.
+    max_line_bytes: int = Field(default=64 * 1024**2, ge=1)
+
+
 class WorkerSettings(FleetSettings):
     """What a worker that serves an engine needs besides; for `celery -A workers worker` this is all there is."""
 

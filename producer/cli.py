@@ -29,9 +29,9 @@ from common.errors import (
 from common.failures import FailureKind
 from common.ledger import Ledger
 from common.runs import BatchState, newest_run, read_end, read_manifest, state_of
-from common.settings import FleetSettings, WorkerSettings, load
+from common.settings import FleetSettings, ProducerSettings, WorkerSettings, load
 from common.store import open_store
-from producer import control, intake
+from producer import control, intake, sources
 from producer.interrupts import Interrupted, raise_interrupted
 from producer.local import state_folder
 from producer.output import Destination, check_destinations, default_output
@@ -47,7 +47,7 @@ from producer.submission import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from common.store import ObjectStore
 
@@ -130,7 +130,12 @@ def _add_submit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "complete, 130 interrupted.",
     )
     _add_input(submit)
-    submit.add_argument("-o", "--output", metavar="OUTPUT", help="default: INPUT's name with .out.jsonl")
+    submit.add_argument(
+        "-o",
+        "--output",
+        metavar="OUTPUT",
+        help="path, URL or s3://...; default: INPUT.out.jsonl",
+    )
     submit.add_argument("--errors", metavar="PATH", help="failed rows also go here")
     submit.add_argument("--detach", action="store_true", help="return as soon as the batch is durable; print its id")
     _add_local(submit)
@@ -194,7 +199,12 @@ def _limit(text: str) -> tuple[int, bool]:
 
 
 def _add_input(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("input", nargs="?", metavar="INPUT", help="the file of requests, or - for stdin")
+    parser.add_argument(
+        "input",
+        nargs="?",
+        metavar="INPUT",
+        help="a path, -, http(s)://... or s3://...; also .gz, .zst",
+    )
     parser.add_argument("-i", "--input-file", dest="input_option", metavar="INPUT", help="the same, as in run-batch")
 
 
@@ -270,9 +280,15 @@ def _submit(options: argparse.Namespace, flags: list[str]) -> int:
         output = ""
     else:
         output = options.output or default_output(name)
-        check_destinations(name, output, options.errors)
-    with intake.staged(name) as path, Progress() as progress:
-        checked = intake.check(name, path, on_lines=lambda lines: progress.note(f"validating ({lines} lines)"))
+        check_destinations(name, output, options.errors, s3_endpoint=settings.s3_endpoint)
+    limits = load(ProducerSettings)
+    with Progress() as progress, _staged(name, limits, progress) as source:
+        checked = intake.check(
+            source.shown,
+            source.path,
+            on_lines=lambda lines: progress.note(f"validating ({lines} lines)"),
+            limits=limits,
+        )
         store = open_store(settings.store, s3_endpoint=settings.s3_endpoint)
         digest = intake.batch_digest(checked, _rows_depend_on(options, flags))
         found = None if options.new else control.find_open(store, digest)
@@ -316,6 +332,15 @@ def _settings(options: argparse.Namespace, flags: list[str]) -> FleetSettings:
     return settings.with_store()
 
 
+@contextlib.contextmanager
+def _staged(name: str, limits: ProducerSettings, progress: Progress) -> Iterator[sources.Source]:
+    """The input as a file; what comes from afar may take its time."""
+    if sources.is_remote(name):
+        progress.note(f"reading {sources.shown(name)}")
+    with sources.staged(name, limits) as source:
+        yield source
+
+
 def _rows_depend_on(options: argparse.Namespace, flags: list[str]) -> list[str]:
     return [options.engine or "vllm", options.model or "", *flags] if options.local else []
 
@@ -325,9 +350,10 @@ def _rows_depend_on(options: argparse.Namespace, flags: list[str]) -> list[str]:
 
 def _check(options: argparse.Namespace, _: list[str]) -> int:
     name = _input_name(options)
-    with intake.staged(name) as path:
-        checked = intake.check(name, path)
-    _say(f"{name}: {checked.total} requests, all well-formed")
+    limits = load(ProducerSettings)
+    with sources.staged(name, limits) as source:
+        checked = intake.check(source.shown, source.path, limits=limits)
+    _say(f"{source.shown}: {checked.total} requests, all well-formed")
     return EXIT_OK
 
 
@@ -405,14 +431,17 @@ def _fetch(options: argparse.Namespace, _: list[str]) -> int:
     store, ledger = _stored(options)
     manifest = read_manifest(store, layout.checked_batch_id(options.batch))
     run = newest_run(store, manifest)
+    endpoint = load(FleetSettings).s3_endpoint
     for stored in (layout.output(run.batch_id, run.number), layout.errors(run.batch_id, run.number)):
-        check_destinations(store.local_path(stored), options.output, options.errors)
-    with contextlib.closing(Destination(options.output, options.errors)) as destination:
+        place = store.local_path(stored) or f"{store.uri}/{stored}"
+        check_destinations(place, options.output, options.errors, s3_endpoint=endpoint)
+    with contextlib.closing(Destination(options.output, options.errors, s3_endpoint=endpoint)) as destination:
         end = control.fetch(store, run, destination)
         if end is None:
             _say(_line(state_of(store, ledger, manifest)), "error: the batch is still open; its rows are not complete")
             return EXIT_ERROR
         destination.close(durable=True)
+        destination.deliver(store, run)
     state = state_of(store, ledger, manifest)
     _say(_line(state))
     return exit_code(state)
@@ -437,7 +466,7 @@ def _run_batch(options: argparse.Namespace, flags: list[str]) -> int:
         return exit_code(state_of(store, None, manifest))
     output = "" if options.detach else options.output or default_output(manifest.input_name)
     if not options.detach:
-        check_destinations(manifest.input_name, output, options.errors)
+        check_destinations(manifest.input_name, output, options.errors, s3_endpoint=settings.s3_endpoint)
     attached = run if again is None else None
     with Progress() as progress:
         submission = Submission(options, flags, settings, store, None, "", attached, output, again=again)

@@ -63,8 +63,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fleet.producer")
 
-#: Seconds between two looks at a batch.
+#: Seconds between two looks at a batch; where a look costs requests to S3, the second number.
 POLL_S = 0.25
+REMOTE_POLL_S = 1.0
 #: Seconds without a worker before a waiting producer says so.
 NO_WORKER_S = 3.0
 
@@ -243,6 +244,7 @@ def wait(
     """
     follower = _Follower(fleet.store, run, destination)
     hint = _WorkerHint(fleet)
+    poll_s = REMOTE_POLL_S if fleet.store.local_path("") is None else POLL_S
     while True:
         if on_poll is not None:
             on_poll()
@@ -267,7 +269,7 @@ def wait(
         )
         if state.status in CLOSED:
             return state
-        time.sleep(POLL_S)
+        time.sleep(poll_s)
 
 
 def cancel(store: ObjectStore, fleet: Fleet | None, manifest: Manifest) -> BatchStatus:
@@ -298,7 +300,7 @@ class _Follower:
     def __init__(self, store: ObjectStore, run: Run, destination: Destination | None) -> None:
         self._store = store
         self._run = run
-        self._destination = destination
+        self._destination = destination if destination is not None and destination.grows else None
         self._next = 0
 
     def follow(self, *, closed: bool) -> None:
@@ -394,10 +396,13 @@ def purge(store: ObjectStore, older_than_s: float, *, dry_run: bool = False) -> 
 
 
 def fetch(store: ObjectStore, run: Run, destination: Destination) -> RunEnd | None:
-    """Copy a closed run's output to a destination; None, with nothing touched, while the run is open."""
+    """Copy a closed run's output to a destination; None, with nothing touched, while the run is open.
+
+    What is remote is left to `Destination.deliver`.
+    """
     end = read_end(store, run.batch_id, run.number)
-    if end is None:
-        return None
+    if end is None or not destination.grows:
+        return end
     destination.begin()
     with store.open(layout.output(run.batch_id, run.number)) as rows:
         destination.append(rows)

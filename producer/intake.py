@@ -6,8 +6,7 @@ On failure: a file with problems raises `InputRefusedError` in the first pass, b
 physical line numbers (1-based) and quotes no line. The manifest is written last: a batch directory without one is no
 batch, and nobody will find it.
 
-The first pass reads every line, the second writes them; a file that changed in between is refused. Pipes are staged
-in a temporary file first, since they can be read once only.
+The first pass reads every line, the second writes them; a file that changed in between is refused.
 """
 
 from __future__ import annotations
@@ -15,11 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import shutil
 import sqlite3
-import stat
-import sys
-import tempfile
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Self
 
@@ -27,6 +22,8 @@ from common import layout
 from common.batch import BOM, JSON_SPACE, MAX_PROBLEMS, LineError, Manifest, RequestLine, parse_line
 from common.errors import InputRefusedError, UsageError
 from common.runs import now
+from common.settings import ProducerSettings
+from producer.sources import TOO_LONG, TOO_MANY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +38,7 @@ MIN_SHARD_SIZE = 16
 
 #: Ids looked up at once.
 _ID_BATCH = 1000
+_DEFAULT_LIMITS = ProducerSettings.model_construct()
 #: Lines between two calls of the progress callback.
 _REPORT_EVERY = 5000
 
@@ -60,48 +58,30 @@ class Checked:
     model: str | None
 
 
-@contextlib.contextmanager
-def staged(name: str) -> Iterator[str]:
-    """A path under which the input can be read twice: the input itself, or a copy of a pipe or of `-` (stdin)."""
-    if name == "-":
-        if sys.stdin is None:
-            raise UsageError("-: stdin is closed")
-        source: IO[bytes] | None = sys.stdin.buffer
-    else:
-        try:
-            mode = os.stat(name).st_mode
-        except OSError as exc:
-            raise UsageError(f"{name}: {exc.strerror}") from None
-        if stat.S_ISDIR(mode):
-            raise UsageError(f"{name}: is a directory")
-        try:
-            source = None if stat.S_ISREG(mode) else open(name, "rb")  # noqa: SIM115 - closed below
-        except OSError as exc:
-            raise UsageError(f"{name}: {exc.strerror}") from None
-    if source is None:
-        yield name
-        return
-    with tempfile.NamedTemporaryFile(prefix="fleet-input-", suffix=".jsonl") as copy:
-        try:
-            with source:
-                shutil.copyfileobj(source, copy, 1024 * 1024)
-            copy.flush()
-        except OSError as exc:
-            raise UsageError(f"{name} cannot be read or staged: {exc.strerror}") from None
-        yield copy.name
-
-
-def check(name: str, path: str, on_lines: Callable[[int], None] | None = None) -> Checked:
+def check(
+    name: str,
+    path: str,
+    on_lines: Callable[[int], None] | None = None,
+    *,
+    limits: ProducerSettings = _DEFAULT_LIMITS,
+) -> Checked:
     """First pass: validate every line of the file at `path`, which people know as `name`.
 
-    Raises `InputRefusedError` with at most `MAX_PROBLEMS` lines and the count of all.
+    Raises `InputRefusedError` with at most `MAX_PROBLEMS` lines and the count of all. A line beyond a limit ends the
+    pass.
     """
     problems = _Problems(name)
     digest = hashlib.sha256()
     endpoints, models = _Common(), _Common()
     total = 0
     with _opened(name, path) as file, _SeenIds(problems) as seen:
-        for number, raw in _lines(file, digest.update):
+        for number, raw in _lines(file, digest.update, limits.max_line_bytes):
+            if number > limits.max_lines:
+                problems.add(number, TOO_MANY.format(limits.max_lines))
+                break
+            if len(raw.rstrip(b"\r\n")) > limits.max_line_bytes:
+                problems.add(number, TOO_LONG.format(limits.max_line_bytes))
+                break
             try:
                 line = parse_line(raw)
             except LineError as exc:
@@ -192,18 +172,26 @@ def _opened(name: str, path: str) -> Iterator[IO[bytes]]:
         yield file
 
 
-def _lines(file: IO[bytes], on_bytes: Callable[[bytes], None]) -> Iterator[tuple[int, bytes]]:
-    """Non-blank lines with their physical numbers. Lines end at LF only: U+2028 and CR are text."""
-    for number, raw in enumerate(_read(file), start=1):
+def _lines(
+    file: IO[bytes], on_bytes: Callable[[bytes], None], max_bytes: int | None = None
+) -> Iterator[tuple[int, bytes]]:
+    """Non-blank lines with their physical numbers. Lines end at LF only: U+2028 and CR are text.
+
+    Of a line that is longer than `max_bytes` a little more than that comes, and nothing that makes sense after it.
+    """
+    for number, raw in enumerate(_read(file, max_bytes), start=1):
         on_bytes(raw)
         line = raw.removeprefix(BOM) if number == 1 else raw
         if line.strip(JSON_SPACE):
             yield number, line
 
 
-def _read(file: IO[bytes]) -> Iterator[bytes]:
+def _read(file: IO[bytes], max_bytes: int | None) -> Iterator[bytes]:
+    # With room for an end of line and a byte order mark, which do not count.
+    at_once = -1 if max_bytes is None else max_bytes + 5
     try:
-        yield from file
+        while line := file.readline(at_once):
+            yield line
     except OSError as exc:
         raise UsageError(f"{file.name}: {exc.strerror}") from None
 

@@ -1,6 +1,6 @@
 """The user's output file: checked before anything is queued, grown part by part, a valid prefix at every moment.
 
-Owns: `Destination` and `OutputFile`. Must not know: Redis, Celery, batches.
+Owns: `Destination` and `OutputFile`. Must not know: Redis, Celery, how an upload is made (`producer.delivery`).
 On failure: a destination that cannot be written, is the input, or is being written by another producer raises
 `DestinationError` before anything is queued, with the existing file untouched. One that fails later (a full disk)
 raises `OutputFailedError`: the batch is not touched by it, and its rows can be fetched again.
@@ -16,11 +16,17 @@ import tempfile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from common import layout
 from common.batch import row_failed
 from common.errors import DestinationError, OutputFailedError
+from producer.delivery import Remote, local_copy, remote
+from producer.sources import is_remote, plain_name, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    from common.batch import Run
+    from common.store import ObjectStore
 
 #: Bytes of whole rows that are written at once.
 _BLOCK_BYTES = 1024 * 1024
@@ -30,14 +36,19 @@ def default_output(input_name: str) -> str:
     """The output's name when nobody says: the input's with `.out.jsonl`."""
     if input_name == "-":
         raise DestinationError("the input is a pipe: name the output with -o")
-    path = Path(input_name)
+    path = Path(plain_name(input_name))
     if not path.name:
-        raise DestinationError(f"{input_name}: is a directory")
+        what = "names no file: name the output with -o" if is_remote(input_name) else "is a directory"
+        raise DestinationError(f"{shown(input_name)}: {what}")
     return str(path.with_name(path.name.removesuffix(".jsonl") + ".out.jsonl"))
 
 
-def check_destinations(input_path: str | None, *names: str | None) -> None:
-    """Refuse destinations that cannot work. Writes nothing that stays. Raises `DestinationError`."""
+def check_destinations(input_path: str | None, *names: str | None, s3_endpoint: str = "") -> None:
+    """Refuse destinations that cannot work. Writes nothing that stays. Raises `DestinationError`.
+
+    The remote ones come last: they take time, and a network.
+    """
+    remotes: list[Remote] = []
     seen: list[tuple[str, str]] = [] if input_path is None else [(input_path, "the input")]
     for name in names:
         if name is None:
@@ -46,13 +57,21 @@ def check_destinations(input_path: str | None, *names: str | None) -> None:
             raise DestinationError("the output must be a file: - is not one")
         for other, what in seen:
             if _same_file(name, other):
-                raise DestinationError(f"{name} is {what}")
+                raise DestinationError(f"{shown(name)} is {what}")
         seen.append((name, "also the output"))
-        _check_writable(name)
+        found = remote(name, s3_endpoint)
+        if found is not None:
+            remotes.append(found)
+        else:
+            _check_writable(name)
+    for each in remotes:
+        each.check()
 
 
 def _same_file(one: str, other: str) -> bool:
     """Whether two names lead to one file: by path, by link, or by hard link."""
+    if is_remote(one) or is_remote(other):
+        return one == other
     try:
         if other == "-":  # the input, through a pipe or `< file`
             return os.path.samestat(os.stat(one), os.fstat(0))
@@ -236,40 +255,66 @@ def _blocks(rows: IO[bytes], *, failed_only: bool) -> Iterator[tuple[bytes, int]
 
 
 class Destination:
-    """Where a waiting producer puts rows: the output, and the failed ones once more in the errors file."""
+    """Where a producer puts rows: the output, and the failed ones once more in the errors file.
 
-    def __init__(self, output: str, errors: str | None, *, replace: bool = False) -> None:
-        """Open both files; nothing is touched before `begin`, and with `replace` not before they are closed."""
+    Files of this machine grow while the batch runs; what is remote is sent whole once the batch is closed.
+    """
+
+    def __init__(self, output: str, errors: str | None, *, replace: bool = False, s3_endpoint: str = "") -> None:
+        """Open the files; nothing is touched before `begin`, and with `replace` not before they are closed."""
         kind = ReplacingFile if replace else OutputFile
-        self.output = kind(output)
+        self._files: list[tuple[OutputFile, bool]] = []
+        self._remotes: list[tuple[Remote, Callable[[str, int], str]]] = []
         try:
-            self.errors = kind(errors) if errors is not None else None
-        except DestinationError:
-            self.output.close()
+            for name, failed_only, stored in ((output, False, layout.output), (errors, True, layout.errors)):
+                if name is None:
+                    continue
+                found = remote(name, s3_endpoint)
+                if found is not None:
+                    self._remotes.append((found, stored))
+                else:
+                    self._files.append((kind(name), failed_only))
+        except BaseException:
+            self.close()
             raise
+
+    @property
+    def grows(self) -> bool:
+        """Whether anything is to be appended while the batch runs."""
+        return bool(self._files)
 
     def begin(self) -> None:
         """Empty the files."""
-        self.output.begin()
-        if self.errors is not None:
-            self.errors.begin()
+        for file, _ in self._files:
+            file.begin()
 
     def append(self, rows: IO[bytes]) -> None:
         """Append the rows of one part: all of them or, when that fails, none. It may be tried again then."""
-        files = [self.output] if self.errors is None else [self.output, self.errors]
-        marks = [file.mark() for file in files]
+        marks = [file.mark() for file, _ in self._files]
         try:
-            self.output.append(rows)
-            if self.errors is not None:
-                rows.seek(0)
-                self.errors.append(rows, failed_only=True)
+            for number, (file, failed_only) in enumerate(self._files):
+                if number:
+                    rows.seek(0)
+                file.append(rows, failed_only=failed_only)
         except BaseException:
-            for file, mark in zip(files, marks, strict=True):
+            for (file, _), mark in zip(self._files, marks, strict=True):
                 file.rewind(mark)
             raise
 
     def close(self, *, durable: bool = False) -> None:
         """Close the files. May be called twice."""
-        self.output.close(durable=durable)
-        if self.errors is not None:
-            self.errors.close(durable=durable)
+        for file, _ in self._files:
+            file.close(durable=durable)
+
+    def deliver(self, store: ObjectStore, run: Run) -> None:
+        """Send a closed run's rows to what is remote. Raises `OutputFailedError`, when all were tried."""
+        failed: list[str] = []
+        for each, stored in self._remotes:
+            name = stored(run.batch_id, run.number)
+            try:
+                with local_copy(store, name) as file:
+                    each.send(file)
+            except OutputFailedError as exc:
+                failed.append(f"{exc}; what should go there is kept as {store.uri}/{name}")
+        if failed:
+            raise OutputFailedError("; ".join(failed))

@@ -22,6 +22,7 @@ from producer.interrupts import Interrupted
 from producer.local import LocalFleet
 from producer.output import Destination
 from producer.progress import Progress, duration
+from producer.sources import is_remote, shown
 
 if TYPE_CHECKING:
     import argparse
@@ -100,7 +101,9 @@ class Submission:
             return EXIT_OK
         with self._destination() as destination:
             destination.begin()
-        return self._finish(progress, state_of_run(self._store, None, run))
+            state = state_of_run(self._store, None, run)
+            self._put_down(destination, state, progress)
+        return self._finish(progress, state)
 
     def fleet(self, progress: Progress) -> int:
         """Submit to a running fleet."""
@@ -137,14 +140,15 @@ class Submission:
         return state
 
     def _put_down(self, destination: Destination, state: BatchState, progress: Progress) -> None:
-        """Close the output; where that fails the rows are still in the batch."""
+        """Close the output, or send it; where that fails the rows are still in the batch."""
         try:
             destination.close(durable=True)
-        except OutputFailedError:
+            destination.deliver(self._store, state.run)
+        except (OutputFailedError, Interrupted):
             local = "--local " if self._options.local else ""
             progress.say(
                 f"{state.manifest.batch_id} is {state.status.value}; get its rows with\n"
-                f"  producer fetch {local}{state.manifest.batch_id} -o {self._output}"
+                f"  producer fetch {local}{state.manifest.batch_id} -o {shown(self._output)}"
             )
             raise
 
@@ -161,7 +165,7 @@ class Submission:
         return (
             f"{run.batch_id} goes on in the fleet. Attach to it again with {self._same_command()}, or see\n"
             f"  producer status {run.batch_id}\n"
-            f"  producer fetch {run.batch_id} -o {self._output}"
+            f"  producer fetch {run.batch_id} -o {shown(self._output)}"
         )
 
     def local(self, progress: Progress) -> int:
@@ -278,7 +282,8 @@ class Submission:
     @contextlib.contextmanager
     def _destination(self) -> Iterator[Destination]:
         later = self._again is not None or (self._attached is not None and self._attached.number != FIRST_RUN)
-        destination = Destination(self._output, self._options.errors, replace=later)
+        endpoint = self._settings.s3_endpoint
+        destination = Destination(self._output, self._options.errors, replace=later, s3_endpoint=endpoint)
         try:
             yield destination
         finally:
@@ -293,13 +298,11 @@ class Submission:
         progress.note("")
         progress.say(
             f"{state.manifest.batch_id} {state.status.value}: {counts.completed} ok, {counts.failed} failed, "
-            f"{_tokens(state)}{duration(took_s)} in all, {requests_s:.1f} requests/s -> {self._output}"
+            f"{_tokens(state)}{duration(took_s)} in all, {requests_s:.1f} requests/s -> {shown(self._output)}"
         )
         if self._options.json:
-            output, errors = self._output, self._options.errors
-            print_result(
-                dumps(shown_object(state, output=os.path.abspath(output), errors=errors and os.path.abspath(errors)))
-            )
+            output, errors = (name and _place(name) for name in (self._output, self._options.errors))
+            print_result(dumps(shown_object(state, output=output, errors=errors)))
         return exit_code(state)
 
 
@@ -314,6 +317,11 @@ def _tokens(state: BatchState) -> str:
         if len(usage.by_model) > 1
     )
     return f"{usage.prompt_tokens} + {usage.completion_tokens} tokens{models}, "
+
+
+def _place(name: str) -> str:
+    """A destination for the batch object."""
+    return shown(name) if is_remote(name) else os.path.abspath(name)
 
 
 def _replace(local: LocalFleet, progress: Progress) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
-import threading
 from pathlib import Path
 
 import pytest
@@ -15,9 +13,10 @@ from hypothesis import strategies as st
 from common import layout
 from common.batch import MAX_PROBLEMS, Manifest, first_run
 from common.errors import InputRefusedError, UsageError
+from common.settings import ProducerSettings
 from common.store import LocalStore
 from producer import intake
-from producer.intake import MIN_SHARD_SIZE, batch_digest, check, shard_size, staged, write_batch
+from producer.intake import MIN_SHARD_SIZE, batch_digest, check, shard_size, write_batch
 
 DIGEST = "0" * 64
 
@@ -159,12 +158,6 @@ def test_a_file_in_utf16_says_so_once_per_line(tmp_path: Path) -> None:
     assert "UTF-16" in problems(tmp_path, (line("a") + "\n").encode("utf-16"))[0]
 
 
-def test_a_file_that_is_missing_or_a_folder_is_refused(tmp_path: Path) -> None:
-    for name, reason in ((tmp_path / "missing", "No such file"), (tmp_path, "is a directory")):
-        with pytest.raises(UsageError, match=reason), staged(str(name)):
-            pass
-
-
 def test_progress_is_told_while_a_large_file_is_read(tmp_path: Path) -> None:
     told: list[int] = []
 
@@ -257,31 +250,50 @@ def test_the_digest_is_over_bytes_and_what_changes_rows(tmp_path: Path) -> None:
     assert batch_digest(first, []) != batch_digest(changed, [])
 
 
-# -- pipes -------------------------------------------------------------------------------------------------------------
+# -- limits ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_pipe_is_staged_so_that_it_can_be_read_twice(tmp_path: Path, store: LocalStore) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    content = "".join(f"{each}\n" for each in lines(20)).encode()
-    writer = threading.Thread(target=pipe.write_bytes, args=(content,), daemon=True)
-    writer.start()
-
-    with staged(str(pipe)) as path:
-        checked = check(str(pipe), path)
-        manifest = write_batch(store, checked, batch_id=layout.new_batch_id(), digest=DIGEST, max_shard_size=1000)
-
-    writer.join(5)
-    assert not Path(path).exists()
-    assert b"".join(shards(store, manifest)) == content
-    assert manifest.input_name == str(pipe)
+def limited(**limits: int) -> ProducerSettings:
+    return ProducerSettings.model_construct(**limits)
 
 
-def test_a_file_is_not_copied(tmp_path: Path) -> None:
-    path = written(tmp_path, lines(1))
+def test_a_line_that_is_too_long_is_named_and_ends_the_pass(tmp_path: Path) -> None:
+    longest = len(line("r0", prompt="x" * 1000))
+    path = written(
+        tmp_path, [line("r0", prompt="x" * 1000), "no JSON", line("r1", prompt="x" * 1001), "no JSON either"]
+    )
 
-    with staged(str(path)) as given_path:
-        assert given_path == str(path)
+    with pytest.raises(InputRefusedError) as caught:
+        check("NAME", str(path), limits=limited(max_line_bytes=longest))
+
+    assert [problem.partition(": ")[0] for problem in caught.value.problems] == ["NAME:2", "NAME:3"]
+    assert f"longer than {longest} bytes (FLEET_MAX_LINE_BYTES)" in caught.value.problems[1]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", ""])
+def test_ends_of_lines_and_a_byte_order_mark_do_not_count(tmp_path: Path, end: str) -> None:
+    text = line("r0", prompt="x" * 1000)
+    path = written(tmp_path, b"\xef\xbb\xbf" + (text + end).encode())
+
+    assert check("NAME", str(path), limits=limited(max_line_bytes=len(text))).total == 1
+
+
+def test_more_lines_than_the_limit_are_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, [line("a"), "", line("b"), line("c")])
+
+    assert check("NAME", str(path), limits=limited(max_lines=4)).total == 3
+    with pytest.raises(InputRefusedError) as caught:
+        check("NAME", str(path), limits=limited(max_lines=3))
+    assert caught.value.problems == ["NAME:4: the input has more than 3 lines (FLEET_MAX_LINES)"]
+
+
+@pytest.mark.parametrize(
+    "value", ["[" * 100_000 + "]" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000, "[" * 100_000]
+)
+def test_nesting_beyond_the_limit_is_a_clean_refusal(tmp_path: Path, value: str) -> None:
+    said = problems(tmp_path, [line("a"), line("b")[:-2] + f'"x": {value}}}}}'])
+
+    assert said == ["2: nested deeper than 200 levels"]
 
 
 # -- any file ----------------------------------------------------------------------------------------------------------
