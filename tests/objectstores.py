@@ -50,7 +50,8 @@ class ObjectServer:
         self.folder = folder
         self.endpoint = f"http://127.0.0.1:{port}"
         environment = {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(folder), **CREDENTIALS}
-        self._process = Process(name, command, folder, environment)
+        self._start = lambda: Process(name, command, folder, environment)
+        self._process = self._start()
         self.client: Any = boto3.client(
             "s3",
             endpoint_url=self.endpoint,
@@ -86,6 +87,15 @@ class ObjectServer:
         """An object, read by a client of the test's own."""
         data: bytes = self.client.get_object(Bucket=bucket, Key=key)["Body"].read()
         return data
+
+    def kill(self) -> None:
+        """End the server for now: nobody listens on its port any more."""
+        self._process.kill()
+
+    def start_again(self) -> None:
+        """Start the server once more, on the same port; rclone's has kept everything in its folder."""
+        self._process = self._start()
+        wait_until(self._answers, START_S, "the server answers again")
 
     def stop(self) -> None:
         """End the server."""

@@ -11,9 +11,10 @@ import pytest
 
 from common import layout
 from common.store import open_store
+from tests import objectstores
 from tests.invariants import assert_complete, chat_line, chat_lines
 from tests.objectstores import CREDENTIALS
-from tests.servers import FleetServers
+from tests.servers import START_S, FleetServers, wait_until
 from tests.webserver import Exchange, RawServer, Uploads
 
 if TYPE_CHECKING:
@@ -135,6 +136,48 @@ def test_local_mode_sends_its_output_too(workplace: Workplace) -> None:
     assert_complete(lines, first[1])
     assert second == ("/empty", b"")
     assert_secret_nowhere(workplace.folder)
+
+
+def test_retried_rows_go_to_a_url_as_one_complete_output(shared_fleet: FleetServers) -> None:
+    """The output of a later run is the batch's whole output, in order."""
+    source = shared_fleet.write("retry.jsonl", LINES)
+    first = shared_fleet.producer("submit", str(source), "-o", str(shared_fleet.folder / "retry.out"))
+    batch_id = first.stderr.partition(":")[0]
+    uploads = Uploads()
+    with RawServer(uploads) as server:
+        again = shared_fleet.producer("retry", batch_id, "-o", f"{server.url}/out?{SECRET}")
+
+    assert again.code == 3, again.stderr
+    ((_, output),) = uploads.stored
+    assert_complete(LINES, output, WANTED)
+    assert output.splitlines()[:-1] == (shared_fleet.folder / "retry.out").read_bytes().splitlines()[:-1]
+
+
+def test_an_outage_of_s3_in_the_middle_of_a_batch_is_waited_for(
+    server: str, tmp_path: Path, s3_environment: None, rclone: ObjectServer
+) -> None:
+    """Neither the aggregator nor the producer takes the silence for absence, and no row is lost."""
+    with objectstores.rclone(tmp_path / "s3") as objects:
+        bucket = objects.new_bucket()
+        store = f"s3://{bucket}/fleet"
+        environment = {**CREDENTIALS, "FLEET_S3_ENDPOINT": objects.endpoint, "AWS_MAX_ATTEMPTS": "1"}
+        with closing(FleetServers(tmp_path / "fleet", FLEET_STORE=store, **environment)) as fleet:
+            fleet.store = open_store(store, s3_endpoint=objects.endpoint)
+            fleet.aggregator()
+            fleet.worker("--latency-s", "0.5", "--max-inflight", "8")
+            lines = chat_lines(48)
+            producer = fleet.start_producer("submit", str(fleet.write("in.jsonl", lines)))
+            wait_until(lambda: fleet.taken() > 0, START_S, "requests are running")
+            (batch_id,) = fleet.batch_ids()
+
+            objects.kill()
+            wait_until(lambda: fleet.finished(batch_id) == 48, START_S, "all rows are recorded")
+            wait_until(lambda: "waiting for the store" in producer.stderr, START_S, "the producer says so")
+            assert producer.running
+            objects.start_again()
+
+            assert producer.wait(60).code == 0, producer.stderr
+            assert_complete(lines, (fleet.folder / "in.out.jsonl").read_bytes())
 
 
 @pytest.mark.parametrize("name", ["moto", "rclone"])
