@@ -25,6 +25,9 @@ from __future__ import annotations
 #: Seconds for which a closed batch's small keys stay, so that late deliveries learn that it is closed.
 CLOSED_TTL_S = 24 * 3600
 
+#: Pattern of all heads.
+HEADS = "fleet:*:head"
+
 WORKERS = "fleet:workers"
 WATCHDOG = "fleet:watchdog"
 REOPENED = "fleet:reopened"

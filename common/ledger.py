@@ -502,7 +502,7 @@ class Ledger:
         dead = [worker_id for worker_id, value in zip(ids, values, strict=True) if value is None]
         if dead:
             self._client.zrem(keys.WORKERS, *dead)
-        return [_beat(worker_id, value) for worker_id, value in zip(ids, values, strict=True) if value is not None]
+        return [parse_beat(worker_id, value) for worker_id, value in zip(ids, values, strict=True) if value is not None]
 
 
 def _numbers(head: Mapping[bytes, bytes], prefix: str) -> dict[str, int]:
@@ -516,7 +516,8 @@ def _pairs(head: Mapping[bytes, bytes], first: str, second: str) -> dict[str, tu
     return {name: (ones.get(name, 0), others.get(name, 0)) for name in {**ones, **others}}
 
 
-def _beat(worker_id: str, value: bytes) -> WorkerBeat:
+def parse_beat(worker_id: str, value: bytes) -> WorkerBeat:
+    """A heartbeat as it stands in Redis."""
     fields = json.loads(value)
     return WorkerBeat(
         worker_id=worker_id,

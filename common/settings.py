@@ -98,6 +98,18 @@ class WorkerSettings(FleetSettings):
     metrics_host: str = "127.0.0.1"
 
 
+class ExporterSettings(FleetSettings):
+    """What the exporter needs besides."""
+
+    #: Port and address of its pages. In a container `0.0.0.0`; they ask for no password.
+    exporter_port: int = Field(default=9465, ge=1, le=65535)
+    exporter_host: str = "127.0.0.1"
+    #: Seconds between two samples of Redis.
+    exporter_interval_s: float = Field(default=5.0, ge=0.1)
+    #: The queue of the workers whose backlog it is.
+    queue: str = GPU_QUEUE
+
+
 Settings = TypeVar("Settings", bound=FleetSettings)
 
 

@@ -25,6 +25,7 @@ from common.transport import Transport
 from workers import tasks
 from workers.aggregate import Aggregator
 from workers.engine.host import EngineHost
+from workers.logs import configure_logging
 from workers.pool import EngineCapacity, refuse_wrong_pool
 from workers.watchdog import Watchdog
 
@@ -160,21 +161,6 @@ def make_worker_app(settings: WorkerSettings) -> WorkerApp:
     app.steps["worker"].add(EngineCapacity)
     tasks.register(app)
     return app
-
-
-def configure_logging(loglevel: int = logging.INFO, **_: Any) -> None:
-    """Log to stderr, one line per event. Replaces Celery's set-up, which would take vLLM's handlers over.
-
-    Celery logs two lines per request at INFO, one of them with the result; they are raised to WARNING.
-    """
-    root = logging.getLogger()
-    if not root.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        root.addHandler(handler)
-    root.setLevel(loglevel)
-    for name in ("celery.worker.strategy", "celery.app.trace", "kombu"):
-        logging.getLogger(name).setLevel(max(loglevel, logging.WARNING))
 
 
 def check_worker(sender: Any, **_: Any) -> None:

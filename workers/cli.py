@@ -1,4 +1,4 @@
-"""The command `worker`: `serve`, `aggregate`.
+"""The command `worker`: `serve`, `aggregate`, `exporter`.
 
 Owns: the command line. Options win over the environment: they are written into it, since Celery's own command and the
 engine's child processes read it too.
@@ -15,7 +15,7 @@ import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from common.errors import BrokerUnavailableError, FleetError, UsageError
-from common.settings import AGGREGATE_QUEUE, WorkerSettings, load
+from common.settings import AGGREGATE_QUEUE, ExporterSettings, WorkerSettings, load
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -53,6 +53,15 @@ def build_parser() -> argparse.ArgumentParser:
     )
     aggregate.add_argument("--loglevel", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
     _add_pages(aggregate)
+    exporter = commands.add_parser(
+        "exporter",
+        allow_abbrev=False,
+        help="show backlog, leases, batches and the broker to Prometheus and autoscalers",
+    )
+    exporter.add_argument("--port", type=int, metavar="N", help="default: 9465")
+    exporter.add_argument("--host", help="address; default: 127.0.0.1")
+    exporter.add_argument("--queue", action="append", default=[], metavar="NAME", help="a further queue to show")
+    exporter.add_argument("--loglevel", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
     return parser
 
 
@@ -79,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     if rest and options.command != "serve":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
-        code = serve(options, rest) if options.command == "serve" else aggregate(options)
+        code = serve(options, rest) if options.command == "serve" else _COMMANDS[options.command](options)
     except FleetError as exc:
         print(f"error: {exc}", file=sys.stderr, flush=True)
         code = exc.exit_code
@@ -122,6 +131,19 @@ def aggregate(options: argparse.Namespace) -> int:
         loglevel=options.loglevel,
         concurrency=AGGREGATE_THREADS,
     )
+
+
+def export(options: argparse.Namespace) -> int:
+    """Run the exporter until it is stopped; returns its exit code."""
+    from workers import exporter, logs  # noqa: PLC0415 - keeps --help fast
+
+    logs.configure_logging(options.loglevel)
+    settings = load(ExporterSettings, exporter_port=options.port, exporter_host=options.host)
+    return exporter.run(settings, options.queue)
+
+
+#: Commands without flags of an engine.
+_COMMANDS = {"aggregate": aggregate, "exporter": export}
 
 
 def _set_environment(chosen: Mapping[str, object]) -> None:
