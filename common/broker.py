@@ -13,13 +13,14 @@ from urllib.parse import parse_qs, quote, urlsplit, urlunsplit
 
 import redis
 from celery import Celery
+from celery.app.amqp import AMQP
 from kombu import Queue
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
 from common.errors import BrokerUnavailableError, UsageError
 from common.settings import AGGREGATE_QUEUE, DEFAULT_LEASE_S, GPU_QUEUE
-from common.transport import fleet_url, transport_options
+from common.transport import Connection, fleet_url, transport_options
 
 RUN_REQUEST = "fleet.run_request"
 SEAL_SHARD = "fleet.seal_shard"
@@ -38,13 +39,19 @@ _SOCKET_SCHEME = "redis+socket"
 _TCP_OPTIONS: dict[str, Any] = {"socket_keepalive": True, "socket_connect_timeout": 5}
 
 
+class _Messaging(AMQP):  # type: ignore[misc]  # Celery has no types
+    """Celery's way to its broker, by our connection."""
+
+    Connection = Connection
+
+
 def make_app(broker_url: str, *, request_queue: str = GPU_QUEUE, lease_s: float = DEFAULT_LEASE_S) -> Celery:
     """The Celery app of the fleet, the same for producer, workers, aggregator and Flower.
 
     Celery 5.7 and kombu 5.7 are pinned: the chord of 5.7 counts a task that ran twice once, older ones do not.
     """
     checked_url(broker_url)
-    app = Celery("fleet", broker=fleet_url(broker_url), backend=broker_url, set_as_current=False)
+    app = Celery("fleet", broker=fleet_url(broker_url), backend=broker_url, amqp=_Messaging, set_as_current=False)
     app.conf.update(
         # A message lives until its row is recorded.
         task_acks_late=True,

@@ -39,6 +39,7 @@ from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
+import kombu
 import redis
 from kombu.exceptions import OperationalError
 from kombu.transport import TRANSPORT_ALIASES, virtual
@@ -550,6 +551,16 @@ class Transport(stock.Transport):  # type: ignore[misc]  # kombu has no types
 
     def _deliver(self, message: dict[str, Any], queue: str) -> None:
         super()._deliver(_from_queue(message, queue), queue)
+
+
+class Connection(kombu.Connection):  # type: ignore[misc]  # kombu has no types
+    """A connection that shows the broker's URL as operators write it. Flower chooses by it how to ask for queues."""
+
+    def as_uri(self, *args: Any, **kwargs: Any) -> str:
+        """The URL for people; kombu and Celery only show it (kombu 5.7, celery 5.7)."""
+        shown = str(super().as_uri(*args, **kwargs))
+        plain = "rediss" if self.ssl else "redis"
+        return plain + shown.removeprefix(SCHEME) if shown.startswith((f"{SCHEME}:", f"{SCHEME}+")) else shown
 
 
 def fleet_url(broker_url: str) -> str:

@@ -1,4 +1,4 @@
-"""The command `worker`: `serve`, `aggregate`, `exporter`.
+"""The command `worker`: `serve`, `aggregate`, `exporter`, `flower`.
 
 Owns: the command line. Options win over the environment: they are written into it, since Celery's own command and the
 engine's child processes read it too.
@@ -18,7 +18,7 @@ from common.errors import BrokerUnavailableError, FleetError, UsageError
 from common.settings import AGGREGATE_QUEUE, ExporterSettings, WorkerSettings, load
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 #: The aggregator's tasks wait for disk and Redis.
 AGGREGATE_THREADS = 4
@@ -62,6 +62,13 @@ def build_parser() -> argparse.ArgumentParser:
     exporter.add_argument("--host", help="address; default: 127.0.0.1")
     exporter.add_argument("--queue", action="append", default=[], metavar="NAME", help="a further queue to show")
     exporter.add_argument("--loglevel", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
+    flower = commands.add_parser(
+        "flower",
+        allow_abbrev=False,
+        add_help=False,
+        help="show workers and tasks in Flower, closed to strangers",
+    )
+    flower.set_defaults(loglevel="INFO")
     return parser
 
 
@@ -85,10 +92,11 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Entry point of the console script."""
     parser = build_parser()
     options, rest = parser.parse_known_args(argv)
-    if rest and options.command != "serve":
+    if rest and options.command not in TAKES_MORE:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
-        code = serve(options, rest) if options.command == "serve" else _COMMANDS[options.command](options)
+        command = TAKES_MORE.get(options.command)
+        code = command(options, rest) if command else _COMMANDS[options.command](options)
     except FleetError as exc:
         print(f"error: {exc}", file=sys.stderr, flush=True)
         code = exc.exit_code
@@ -142,7 +150,17 @@ def export(options: argparse.Namespace) -> int:
     return exporter.run(settings, options.queue)
 
 
-#: Commands without flags of an engine.
+def flower(_: argparse.Namespace, flower_args: Sequence[str]) -> int:
+    """Run Flower until it is stopped; returns its exit code."""
+    from workers.flower import run_flower  # noqa: PLC0415 - keeps --help fast
+
+    return run_flower(flower_args, os.environ)
+
+
+#: Commands that pass on what they do not know: to the engine, to Flower.
+TAKES_MORE: dict[str, Callable[[argparse.Namespace, Sequence[str]], int]] = {"serve": serve, "flower": flower}
+
+#: Commands that do not.
 _COMMANDS = {"aggregate": aggregate, "exporter": export}
 
 

@@ -28,6 +28,7 @@ from kombu.transport import virtual
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from common.broker import make_app
 from common.transport import ACK_BATCH, Channel, Leases, Message, QoS, Transport, fleet_url, transport_options
 from tests.servers import Process, free_port, wait_until
 
@@ -368,6 +369,23 @@ def test_a_url_selects_the_transport_and_keeps_where_the_broker_is(url: str, our
 
     found = Unconnected()._connparams()
     assert {name: found[name] for name in params} == params
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://user:pw@host:7/2", "redis://user:**@host:7/2"),
+        ("redis+socket:///tmp/x.s?virtual_host=0", "redis+socket:///tmp/x.s"),
+        ("rediss://:pw@host/1", "rediss://:**@host:6379/1"),
+    ],
+)
+def test_an_apps_connection_is_shown_as_operators_write_it(url: str, shown: str) -> None:
+    """Flower chooses by this URL how to ask the broker for its queues; `fleet://` it does not know."""
+    connection = make_app(url).connection_for_read()
+
+    assert connection.get_transport_cls() is Transport
+    assert connection.as_uri() == shown
+    assert connection.clone().as_uri() == shown
 
 
 def test_leases_work_over_a_unix_socket(broker: Server) -> None:
