@@ -25,7 +25,7 @@ SETTINGS = {
     "FLOWER_MAX_TASKS": "20000",
     # A worker that is started again is another one.
     "FLOWER_PURGE_OFFLINE_WORKERS": "300",
-    "FLOWER_TASKS_COLUMNS": "name,uuid,kwargs,state,received,runtime,worker",
+    "FLOWER_TASKS_COLUMNS": "name,kwargs,state,runtime,worker,received,uuid",
     "FLOWER_TASK_RUNTIME_METRIC_BUCKETS": "0.1,0.5,1,5,15,60,300,900,3600",
 }
 
