@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from contextlib import ExitStack
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakSet
 
@@ -25,11 +26,23 @@ from celery.worker.request import Request
 from kombu import Connection, Consumer, Exchange, Producer, Queue
 from kombu.transport import redis as stock
 from kombu.transport import virtual
+from kombu.utils.json import dumps as kombu_dumps
+from kombu.utils.json import loads as kombu_loads
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from common.broker import make_app
-from common.transport import ACK_BATCH, Channel, Leases, Message, QoS, Transport, fleet_url, transport_options
+from common.transport import (
+    ACK_BATCH,
+    Channel,
+    Leases,
+    Message,
+    QoS,
+    Transport,
+    fleet_url,
+    read_json,
+    transport_options,
+)
 from tests.servers import Process, free_port, wait_until
 
 if TYPE_CHECKING:
@@ -242,6 +255,7 @@ def test_kombu_is_of_the_series_that_the_transport_was_written_for() -> None:
         (stock.Channel._create_client, "(self, asynchronous=False)"),
         (stock.Channel._connparams, "(self, asynchronous=False)"),
         (stock.Channel._get, "(self, queue)"),
+        (stock.Channel._brpop_read, "(self, **options)"),
         (stock.Channel._q_for_pri, "(self, queue, pri)"),
         (stock.Channel.close, "(self)"),
         (stock.Channel.queue_declare, "(self, queue=None, passive=False, **kwargs)"),
@@ -299,6 +313,74 @@ def test_attributes_that_are_touched_are_there(holders: Callable[..., Holder]) -
     assert not qos._delivered
     assert qos._delivered.restored is False
     assert callable(qos._on_collect.cancel)
+
+
+def test_messages_that_are_there_are_taken_at_once(broker: Server, holders: Callable[..., Holder]) -> None:
+    """In order, as many as the window has room for, noted in `unacked` in the step that takes them."""
+    holder = holders(prefetch=8)
+    holder.send(*range(60))
+    broker.client.config_resetstat()
+
+    holder.drain(5, lambda: len(holder.got) >= 8)
+
+    assert [int(message.body) for message in holder.got] == list(range(8))
+    assert len({message.delivery_tag for message in holder.got}) == 8
+    assert broker.unacked() == 8
+    assert broker.bodies() == list(range(8, 60))
+    assert broker.calls("brpop") <= 2
+    assert broker.calls("ltrim") == 1
+    holder.got[3].ack()
+    wait_until(lambda: broker.unacked() == 7, 5, "the acknowledgement is written")
+    holder.drain(5, lambda: len(holder.got) >= 9)
+    assert int(holder.got[8].body) == 8
+
+
+def test_a_short_queue_is_shared_out(broker: Server, holders: Callable[..., Holder]) -> None:
+    """Who comes first takes a quarter, so that no worker idles beside one that took everything."""
+    holder = holders()
+    holder.send(*range(8))
+    taken = holder.channel.qos.take("q", 64)
+    assert [int(json.loads(message)["body"]) for _, message in taken] == [0, 1]
+    assert broker.unacked() == 2
+
+
+def test_what_was_taken_and_never_delivered_comes_back(broker: Server, holders: Callable[..., Holder]) -> None:
+    """The taker died between: stock kombu loses a message that it has popped and not noted."""
+    holder = holders()
+    holder.send(*range(4))
+    assert len(holder.channel.qos.take("q", 64)) == 1
+    holder.connection.transport.cycle.close()
+    other = holders()
+    other.take(1, 2, 3)
+    (late,) = other.take(0)
+    assert late.delivery_info["redelivered"] is True
+
+
+def test_a_message_that_cannot_be_read_does_not_hold_up_its_neighbours(
+    broker: Server, holders: Callable[..., Holder], caplog: pytest.LogCaptureFixture
+) -> None:
+    holder = holders()
+    holder.send(0, 1)
+    broker.client.lpush("q", "not JSON", "{}")
+    holder.send(*range(4, 30))
+    holder.take(0, 1, *range(4, 30))
+    assert caplog.text.count("cannot be read") == 2
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": [1, 2.5, None, True, "é\U0001f642"], "n": 12345678901234567890123},
+        {"__type__": "text of a user"},
+        {"when": datetime(2026, 11, 30, tzinfo=UTC), "raw": b"x", "text": '"__type__"'},
+        ["\ud800"],
+    ],
+)
+def test_json_is_read_as_kombu_reads_it(value: Any) -> None:
+    text = kombu_dumps(value)
+    assert read_json(text) == read_json(text.encode()) == kombu_loads(text)
+    with pytest.raises(ValueError, match="line 1"):
+        read_json(text[:-1])
 
 
 def test_entries_have_the_layout_of_stock_kombu(broker: Server, holders: Callable[..., Holder]) -> None:
