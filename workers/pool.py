@@ -6,11 +6,12 @@ On failure: a coroutine that raises is a fault of ours, never the request's (its
 without its arguments and handed back. A cancelled coroutine is not reported at all; its message stays
 unacknowledged, and the transport puts it back when the worker shuts down (`Leases.hand_back`).
 
-    on_apply ─▶ coroutine on the loop ─▶ finish, in a thread: receipt to the chord ─▶ callback: acknowledge, event
+    on_apply ─▶ coroutine on the loop ─▶ finish, in a thread, with what finishes meanwhile:
+                     │                   receipts to the chords ─▶ callbacks: acknowledge, event
                      │ cancelled (drain is over, engine dead): nothing; the message goes back to the queue
 
 Celery 5.7 and kombu 5.7: the argument list of `on_apply` is that of `celery.worker.request.Request`
-(`execute_using_pool`), what `_finish` does is what `celery.app.trace` does for a task without results.
+(`execute_using_pool`), what `_finish_many` does is what `celery.app.trace` does for a task without results.
 `tests/contract/test_celery.py` holds both.
 """
 
@@ -21,7 +22,9 @@ import inspect
 import logging
 import sys
 import time
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import redis
@@ -38,10 +41,12 @@ from kombu.serialization import loads, prepare_accept_content
 from common.errors import FleetError
 from common.settings import AGGREGATE_QUEUE
 from common.transport import Transport
+from workers.engine.coalesce import Coalescer
 from workers.engine.host import Delivery, Parked, current_delivery
+from workers.receipts import Receipts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from workers.engine.host import EngineHost
 
@@ -55,7 +60,14 @@ HAND_BACK_WAIT_S = 5.0
 
 
 class QuietRequest(Request):  # type: ignore[misc]  # Celery has no types
-    """A request that never tells its arguments: `celery inspect active`, which Flower asks too, would show prompts."""
+    """A request that never tells its arguments: `celery inspect active`, which Flower asks too, would show prompts.
+
+    Celery has read the body once, for itself; what it does not pass on (the chord) is kept for the pool.
+    """
+
+    def __init__(self, message: Any, **options: Any) -> None:
+        super().__init__(message, **options)
+        self.request_dict["embed"] = self._payload[2]
 
     def info(self, safe: bool = True) -> dict[str, Any]:  # noqa: ARG002, FBT002 - Celery's signature
         """What is shown of a running request: its ids, as `argsrepr` and `kwargsrepr` have them."""
@@ -63,8 +75,39 @@ class QuietRequest(Request):  # type: ignore[misc]  # Celery has no types
         return shown
 
 
-class _Result:
-    """What Celery keeps of a running request; it holds only a weak reference."""
+class _Run:
+    """One delivery on its way through the pool; Celery keeps a weak reference to it while the request runs."""
+
+    __slots__ = ("__weakref__", "accept_callback", "args", "callback", "cancelled", "coroutine", "loop", "task")
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        task: Any,
+        args: tuple[Any, ...],
+        callback: Callable[..., Any] | None,
+        accept_callback: Callable[..., Any] | None,
+    ) -> None:
+        self.loop = loop
+        self.task = task
+        self.args = args
+        self.callback = callback
+        self.accept_callback = accept_callback
+        self.coroutine: asyncio.Task[None] | None = None
+        self.cancelled = False
+
+    def terminate(self, signal: int | None = None) -> None:  # noqa: ARG002 - Celery's signature
+        """Cancel, from any thread, also before it was started."""
+        self.loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
+        self.cancelled = True
+        if self.coroutine is not None:
+            self.coroutine.cancel()
+
+
+class _InThread:
+    """Celery's hold on a task that runs in a thread, which cannot be ended."""
 
     __slots__ = ("__weakref__", "_future")
 
@@ -72,7 +115,20 @@ class _Result:
         self._future = future
 
     def terminate(self, signal: int | None = None) -> None:  # noqa: ARG002 - Celery's signature
+        """Cancel it if it has not begun."""
         self._future.cancel()
+
+
+@dataclass(slots=True)
+class _Finished:
+    """A delivery whose coroutine has returned. `failure`: it is handed back, and has no receipt."""
+
+    task_id: str
+    context: Context
+    receipt: Any
+    failure: Exception | None
+    callback: Callable[..., Any] | None
+    runtime_s: float
 
 
 class TaskPool(BasePool):  # type: ignore[misc]  # Celery has no types
@@ -90,7 +146,12 @@ class TaskPool(BasePool):  # type: ignore[misc]  # Celery has no types
         """
         self._coroutines: set[asyncio.Task[None]] = set()
         self._finishers = ThreadPoolExecutor(2, thread_name_prefix="fleet-finish")
+        self._finish: Coalescer[_Finished, None] = Coalescer(self._finish_many, self._finishers)
+        self._receipts = Receipts(self.app.backend)
         self._accept = prepare_accept_content(self.app.conf.accept_content)
+        #: Deliveries that Celery's thread has handed over and the loop has not taken up yet.
+        self._handed_over: deque[_Run] = deque()
+        self._is_woken = False
         self.drain_s: float = self.app.fleet.settings.drain_s
         try:
             self.host: EngineHost = self.app.fleet.make_host()
@@ -116,97 +177,107 @@ class TaskPool(BasePool):  # type: ignore[misc]  # Celery has no types
         callback: Callable[..., Any] | None = None,
         accept_callback: Callable[..., Any] | None = None,
         **_: Any,
-    ) -> _Result:
+    ) -> _Run | _InThread:
         """Run one request. `args` is (task name, id, request, body, content type, content encoding)."""
         task = self.app.tasks[args[0]]
         if not inspect.iscoroutinefunction(task.run):
-            return _Result(self._finishers.submit(apply_target, target, args, kwargs, callback, accept_callback))
-        coroutine = self._run(task, args, callback, accept_callback)
-        return _Result(asyncio.run_coroutine_threadsafe(coroutine, self.host.loop))
+            return _InThread(self._finishers.submit(apply_target, target, args, kwargs, callback, accept_callback))
+        run = _Run(self.host.loop, task, args, callback, accept_callback)
+        self._handed_over.append(run)
+        # One wake-up for all that is handed over before the loop turns: Celery receives many messages at once.
+        if not self._is_woken:
+            self._is_woken = True
+            self.host.loop.call_soon_threadsafe(self._take_up)
+        return run
 
-    async def _run(
-        self,
-        task: Any,
-        args: tuple[Any, ...],
-        callback: Callable[..., Any] | None,
-        accept_callback: Callable[..., Any] | None,
-    ) -> None:
-        _, task_id, request, body, content_type, content_encoding = args
-        me = asyncio.current_task()
-        assert me is not None
-        self._coroutines.add(me)
-        try:
-            if accept_callback is not None:
-                accept_callback(id(me), time.monotonic())
-            started = time.monotonic()
-            positional, keywords, embed = (
-                loads(body, content_type, content_encoding, accept=self._accept) if content_type else body
-            )
-            context = Context({**request, "args": positional, "kwargs": keywords, "is_eager": False, **(embed or {})})
-            tag = context.properties["delivery_tag"]
-            self.host.observer.taken(redelivered=bool((context.delivery_info or {}).get("redelivered")))
-            current_delivery.set(Delivery(self.host, tag, chorded=bool(context.chord)))
-            failure: Exception | None = None
-            receipt: Any = None
-            try:
-                receipt = await task.run(*positional, **keywords)
-            except Parked:
-                Transport.leases.park(tag)
-                # Celery only frees the slot now: what is parked is not ours to acknowledge any more.
-                if callback is not None:
-                    await self.host.loop.run_in_executor(self._finishers, callback, (False, None, 0.0))
-                return
-            except Exception as exc:
-                logger.error("delivery %s failed by a fault of the fleet: %s", task_id, type(exc).__name__)
-                logger.debug("delivery %s", task_id, exc_info=True)
-                await asyncio.sleep(HAND_BACK_WAIT_S)
-                failure = Reject("handed back", requeue=True)
-            await self.host.loop.run_in_executor(
-                self._finishers, self._finish, task, task_id, context, receipt, failure, callback, started
-            )
-        finally:
-            self._coroutines.discard(me)
+    def _take_up(self) -> None:
+        self._is_woken = False
+        while self._handed_over:
+            run = self._handed_over.popleft()
+            run.coroutine = self.host.loop.create_task(self._run(run))
+            self._coroutines.add(run.coroutine)
+            run.coroutine.add_done_callback(self._coroutines.discard)
+            if run.cancelled:
+                run.coroutine.cancel()
 
-    def _finish(
-        self,
-        task: Any,
-        task_id: str,
-        context: Context,
-        receipt: Any,
-        failure: Exception | None,
-        callback: Callable[..., Any] | None,
-        started: float,
-    ) -> None:
-        """Count the receipt in the chord, then acknowledge. In this order: a crash between repeats both, harmlessly."""
-        runtime_s = time.monotonic() - started
+    async def _run(self, run: _Run) -> None:
+        _, task_id, request, body, content_type, content_encoding = run.args
+        if run.accept_callback is not None:
+            run.accept_callback(id(run.coroutine), time.monotonic())
+        started = time.monotonic()
+        embed = request.get("embed")
+        if embed is None:  # one of Celery's own tasks
+            positional, keywords, embed = loads(body, content_type, content_encoding, accept=self._accept)
+        else:
+            positional, keywords = request["args"], request["kwargs"]
+        # Headers of others are of no use here, and looking for them takes Celery longer than all the rest.
+        context = Context(
+            {**request, "args": positional, "kwargs": keywords, "is_eager": False, "headers": {}, **(embed or {})}
+        )
+        tag = context.properties["delivery_tag"]
+        self.host.observer.taken(redelivered=bool((context.delivery_info or {}).get("redelivered")))
+        current_delivery.set(Delivery(self.host, tag, chorded=bool(context.chord)))
+        failure: Exception | None = None
+        receipt: Any = None
         try:
-            if failure is None:
-                self._count(task, task_id, receipt, context)
-                outcome: Any = (False, receipt, runtime_s)
-            else:
-                try:
-                    raise failure
-                except Reject:
-                    outcome = (True, ExceptionInfo(), runtime_s)
-            if callback is not None:
-                callback(outcome)
+            receipt = await run.task.run(*positional, **keywords)
+        except Parked:
+            Transport.leases.park(tag)
+            # Celery only frees the slot now: what is parked is not ours to acknowledge any more.
+            if run.callback is not None:
+                await self.host.loop.run_in_executor(self._finishers, run.callback, (False, None, 0.0))
+            return
         except Exception as exc:
-            # The row is recorded; the message stays ours until the worker stops, and is then answered as done.
-            logger.error("delivery %s not acknowledged: %s", task_id, type(exc).__name__)
+            logger.error("delivery %s failed by a fault of the fleet: %s", task_id, type(exc).__name__)
             logger.debug("delivery %s", task_id, exc_info=True)
+            await asyncio.sleep(HAND_BACK_WAIT_S)
+            failure = Reject("handed back", requeue=True)
+        await self._finish(_Finished(task_id, context, receipt, failure, run.callback, time.monotonic() - started))
+
+    def _finish_many(self, finished: Sequence[_Finished]) -> list[None]:
+        """Count the receipts in the chords, then acknowledge. In this order: a crash between repeats both, harmlessly.
+
+        What cannot be counted because the worker stops is not acknowledged either.
+        """
+        answers = [None] * len(finished)
+        try:
+            self._count([(each.task_id, each.receipt, each.context) for each in finished if each.failure is None])
+        except Exception as exc:
+            # The rows are recorded; the messages stay ours until the worker stops, and are then answered as done.
+            logger.error("%d deliveries not acknowledged: %s", len(finished), type(exc).__name__)
+            logger.debug("receipts", exc_info=True)
+            finished = [each for each in finished if each.failure is not None]
+        for each in finished:
+            self._acknowledge(each)
+        return answers
 
     @staticmethod
-    def _count(task: Any, task_id: str, receipt: Any, context: Context) -> None:
-        """`mark_as_done`, tried again while Redis is away or takes no writes: Celery itself does not."""
+    def _acknowledge(each: _Finished) -> None:
+        if each.callback is None:
+            return
+        try:
+            if each.failure is None:
+                each.callback((False, each.receipt, each.runtime_s))
+                return
+            try:
+                raise each.failure
+            except Reject:
+                each.callback((True, ExceptionInfo(), each.runtime_s))
+        except Exception as exc:
+            logger.error("delivery %s not acknowledged: %s", each.task_id, type(exc).__name__)
+            logger.debug("delivery %s", each.task_id, exc_info=True)
+
+    def _count(self, parts: list[tuple[str, Any, Context]]) -> None:
+        """Count receipts, again while Redis is away or takes no writes: Celery itself does not."""
         wait_s = 0.2
         while True:
             try:
-                task.backend.mark_as_done(task_id, receipt, context, store_result=False)
-            except (*task.backend.connection_errors, redis.ResponseError) as exc:
+                self._receipts.count(parts)
+            except (*self.app.backend.connection_errors, redis.ResponseError) as exc:
                 # A server that is full, read-only or cannot persist refuses writes for a while, as one that is away.
                 if isinstance(exc, redis.ResponseError) and not str(exc).startswith(_REFUSALS):
                     raise
-                logger.warning("receipt not counted yet: %s", type(exc).__name__)
+                logger.warning("%d receipts not counted yet: %s", len(parts), type(exc).__name__)
                 if state.should_stop is not None or state.should_terminate is not None:
                     raise
                 time.sleep(wait_s)

@@ -24,6 +24,7 @@ from common.transport import Transport
 from producer import control, intake
 from tests.invariants import chat_line, chat_lines
 from tests.servers import BrokerServer, free_port
+from workers.receipts import Receipts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,7 +65,7 @@ def durable(store: LocalStore, folder: Path, lines: list[str]) -> Run:
     path = folder / "in.jsonl"
     path.write_bytes("".join(f"{line}\n" for line in lines).encode())
     checked = intake.check("in.jsonl", str(path))
-    return first_run(control.write_batch(store, checked, digest="0" * 64, max_shard_size=1000))
+    return first_run(control.write_batch(store, checked, digest="0" * 64, max_shard_size=1000, new=True))
 
 
 def queued(app: Celery, queue: str) -> list[dict[str, Any]]:
@@ -232,6 +233,67 @@ def test_without_an_expiry_of_its_own_a_chord_goes_with_its_results(
     finish(app, messages[0])
 
     assert min(client.ttl(key) for key in client.scan_iter(f"*{group}*")) in range(6)
+
+
+def parts(messages: list[dict[str, Any]], receipt: int = broker.RECEIPT) -> list[tuple[str, int, Context]]:
+    """Header messages as finished deliveries."""
+    contexts = [Context({**message["headers"], **message["body"][2]}) for message in messages]
+    return [(context.id, receipt, context) for context in contexts]
+
+
+def test_receipts_that_are_counted_together_lie_where_celery_puts_them(
+    app: Celery, store: LocalStore, tmp_path: Path
+) -> None:
+    messages = published(app, store, tmp_path, chat_lines(5))
+    client, group = app.test_server.client, messages[0]["headers"]["group"]
+
+    def noted() -> list[Any]:
+        keys = [app.backend.get_key_for_group(group, end) for end in (".j", ".d", ".s")]
+        found = [client.lrange(keys[0], 0, -1), client.smembers(keys[1]), client.get(keys[2])]
+        assert all(client.ttl(key) > 0 for key in keys)
+        client.delete(*keys[:2])
+        return found
+
+    for message in messages[:4]:
+        finish(app, message)
+    theirs = noted()
+    Receipts(app.backend).count(parts(messages[:4]))
+
+    assert noted() == theirs
+
+
+def test_receipts_that_are_counted_together_fire_the_body_once(app: Celery, store: LocalStore, tmp_path: Path) -> None:
+    """However often a part is counted, beside other parts or alone, and whoever counts the last one."""
+    receipts = Receipts(app.backend)
+    messages = published(app, store, tmp_path, chat_lines(6))
+    receipts.count(parts([*messages[:4], *messages[1:3]]))
+    finish(app, messages[1])
+    receipts.count([])
+    assert queued(app, "aggregate") == []
+
+    receipts.count(parts(messages[3:]))
+
+    (body,) = queued(app, "aggregate")
+    assert body["headers"]["task"] == broker.SEAL_SHARD
+    assert body["body"][0] == [[1] * 6]
+    receipts.count(parts(messages, receipt=2))
+    assert len(queued(app, "aggregate")) == 1
+    left = app.test_server.client.keys("celery-taskset-meta-*")
+    assert [key.decode()[-2:] for key in left] == [".c"]
+
+
+def test_receipts_of_several_chords_and_of_none_are_counted_together(
+    app: Celery, store: LocalStore, tmp_path: Path
+) -> None:
+    first = published(app, store, tmp_path, chat_lines(2))
+    run = durable(store, tmp_path, chat_lines(3))
+    republish(app, store, run, run.shards[0], {0}, queue="gpu")
+    publish_shard(app, store, run, run.shards[0], queue="gpu")
+    plain, *second = queued(app, "gpu")[2:]
+
+    Receipts(app.backend).count(parts([first[0], second[0], plain, second[2], first[1], second[1]]))
+
+    assert len(queued(app, "aggregate")) == 2
 
 
 def test_a_shard_of_one_request_has_a_chord_too(app: Celery, store: LocalStore, tmp_path: Path) -> None:

@@ -297,7 +297,8 @@ def test_workers_and_aggregator_feed_a_batch_whose_producer_left(paced: FleetSer
 
 
 def test_never_more_requests_are_out_than_the_window_allows(paced: FleetServers) -> None:
-    lines = chat_lines(200, echo={"latency_s": 0.05})
+    # Long enough to be seen: a producer takes a second to leave.
+    lines = chat_lines(200, echo={"latency_s": 0.5})
     batch_id = detach(paced, paced.write("window.jsonl", lines))
     seen = []
 
