@@ -28,6 +28,8 @@ ASSEMBLE_BATCH = "fleet.assemble_batch"
 FEED = "fleet.feed"
 END_EARLY = "fleet.end_early"
 FAIL_REQUEST = "fleet.fail_request"
+#: A worker without the store asks for a line that was too large for its message.
+LEND_LINE = "fleet.lend_line"
 #: Sent to a request queue: once it is consumed, the queue has passed all that was sent before it.
 MARKER = "fleet.marker"
 
@@ -91,6 +93,7 @@ def make_app(broker_url: str, *, request_queue: str = GPU_QUEUE, lease_s: float 
             ASSEMBLE_BATCH: {"queue": AGGREGATE_QUEUE},
             FEED: {"queue": AGGREGATE_QUEUE},
             END_EARLY: {"queue": AGGREGATE_QUEUE},
+            LEND_LINE: {"queue": AGGREGATE_QUEUE},
             FAIL_REQUEST: {"queue": AGGREGATE_QUEUE},
         },
         # No retry option here: any of them turns kombu's batch publishing off.

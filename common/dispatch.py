@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 PUBLISH_BATCH = 500
 PUBLISH_BYTES = 1024 * 1024
 
+#: A longer line does not travel in its message, which crosses Redis three times and holds up what is behind it: from
+#: here on fetching it is cheaper, and the window's lines take no more than this each (decision 11).
+INLINE_BYTES = 16 * 1024
+
 #: Nothing more is published while Redis uses more than this share of its memory: at its limit not even a lease could be
 #: renewed.
 SOFT_LIMIT = 0.7
@@ -132,7 +136,7 @@ def publish_shard(app: Celery, store: ObjectStore, run: Run, shard: Shard, *, qu
         queue,
         (
             messages.fill(_derived_id(batch_id, number, shard.number, index), index, position, line)
-            for position, (index, line) in enumerate(shard_lines(store, run, shard))
+            for position, (index, line) in enumerate(_claims(store, run, shard))
         ),
     )
 
@@ -147,15 +151,8 @@ def republish(app: Celery, store: ObjectStore, run: Run, shard: Shard, indexes: 
         send(app, broker.SEAL_SHARD, batch_id=run.batch_id, run=run.number, shard=shard.number)
         return
     messages = RequestMessages(app, run, shard, queue=queue)
-    _send_requests(
-        app,
-        queue,
-        (
-            messages.fill(str(uuid.uuid4()), index, position, line)
-            for position, (index, line) in enumerate(shard_lines(store, run, shard))
-            if index in indexes
-        ),
-    )
+    lines = (each for each in _claims(store, run, shard) if each[0] in indexes)
+    _send_requests(app, queue, (messages.fill(str(uuid.uuid4()), index, 0, line) for index, line in lines))
 
 
 def _send_requests(app: Celery, queue: str, messages: Iterator[bytes]) -> None:
@@ -172,6 +169,19 @@ def _send_requests(app: Celery, queue: str, messages: Iterator[bytes]) -> None:
                 waiting, size = [], 0
         if waiting:
             producer.channel.push(queue, waiting)
+
+
+def _claims(store: ObjectStore, run: Run, shard: Shard) -> Iterator[tuple[int, str | tuple[int, int, int]]]:
+    """The index of each request, and what its message carries: its line, or where a large one lies (source, bytes)."""
+    offset = 0
+    wanted = shard.indexes if isinstance(shard.indexes, range) else frozenset(shard.indexes)
+    with store.open(layout.shard_input(run.batch_id, shard.source)) as file:
+        for index, raw in enumerate(file, start=shard.first):
+            line = raw.rstrip(b"\n")
+            if index in wanted:
+                inline = len(line) <= INLINE_BYTES
+                yield index, line.decode("utf-8") if inline else (shard.source, offset, len(line))
+            offset += len(raw)
 
 
 def shard_lines(store: ObjectStore, run: Run, shard: Shard) -> Iterator[tuple[int, str]]:

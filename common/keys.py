@@ -16,11 +16,15 @@
     fleet:reopened                     set     ids of batches with an open run after the first
     fleet:watchdog                     string  who is the watchdog now, with a TTL
     fleet:marker:<marker>              string  a marker message was consumed, with a TTL
+    fleet:line:<batch>:<run>:<index>   string  a large line, lent to a worker without the store, with a TTL
 
 Keys of a closed batch have a TTL (`CLOSED_TTL_S`); keys of an open one never do.
 """
 
 from __future__ import annotations
+
+#: Seconds for which a line is lent.
+LOAN_TTL_S = 60
 
 #: Seconds for which a closed batch's small keys stay, so that late deliveries learn that it is closed.
 CLOSED_TTL_S = 24 * 3600
@@ -39,6 +43,11 @@ WORKER_PREFIX = "fleet:worker:"
 def marker(marker_id: str) -> str:
     """String: exists once the marker was consumed."""
     return f"fleet:marker:{marker_id}"
+
+
+def line(batch_id: str, run: int, index: int) -> str:
+    """String: a line that was lent."""
+    return f"fleet:line:{batch_id}:{run}:{index}"
 
 
 def head(batch_id: str, run: int) -> str:

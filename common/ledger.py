@@ -242,6 +242,15 @@ class Ledger:
         )
         return [Recorded(Verdict(verdict.decode()), bool(full), bool(feed)) for verdict, full, feed in answers]
 
+    def lend_line(self, at: Address, line: bytes) -> None:
+        """Lend a large line, for a minute, to the worker that asked for it."""
+        self._client.set(keys.line(at.batch_id, at.run, at.index), line, ex=keys.LOAN_TTL_S)
+
+    def borrow_line(self, at: Address) -> bytes | None:
+        """A line that was lent, or None. The loan ends with this."""
+        line: Any = self._client.getdel(keys.line(at.batch_id, at.run, at.index))
+        return line  # type: ignore[no-any-return]  # redis-py's types are those of its asyncio client too
+
     # -- a run ------------------------------------------------------------------------------------------------------
 
     def restore(

@@ -22,6 +22,8 @@ from pydantic_core import to_json
 from common import broker
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from celery import Celery
 
     from common.batch import Run, Shard
@@ -81,8 +83,11 @@ class RequestMessages:
         pieces = _HOLE.split(dumps(envelope).replace("%", "%%"))
         self._template = "".join(piece if number % 2 == 0 else f"%({piece})s" for number, piece in enumerate(pieces))
 
-    def fill(self, task_id: str, index: int, position: int, line: str) -> bytes:
-        """The message of one request as it lies in the queue: its id, its index, its place in the chord, its line."""
+    def fill(self, task_id: str, index: int, position: int, line: str | Sequence[int]) -> bytes:
+        """The message of one request as it lies in the queue: its id, its index, its place in the chord, its line.
+
+        `line` is the line, or of a large one where it lies.
+        """
         quoted = f'"{task_id}"'
         message = self._template % {
             "id": quoted,
@@ -91,7 +96,7 @@ class RequestMessages:
             "tag": f'"{uuid.uuid4()}"',
             "index": index,
             # A string in the body, which is a string in the envelope.
-            "line": _quoted(_quoted(line))[1:-1],
+            "line": _quoted(_quoted(line))[1:-1] if isinstance(line, str) else list(line),
         }
         return message.encode()
 

@@ -78,6 +78,10 @@ class S3Store:
         with self.open(name) as file:
             return file.read()
 
+    def read_range(self, name: str, offset: int, length: int) -> bytes:
+        """See `ObjectStore.read_range`."""
+        return self._bucket.read_range(self._key(name), offset, length)
+
     def exists(self, name: str) -> bool:
         """See `ObjectStore.exists`."""
         return self._bucket.exists(self._key(name))

@@ -57,6 +57,12 @@ class ObjectStore(Protocol):
     def read(self, name: str) -> bytes:
         """The object's bytes. For small objects. Raises `ObjectMissingError`."""
 
+    def read_range(self, name: str, offset: int, length: int) -> bytes:
+        """`length` bytes (1 at least) of the object, from `offset` on. Raises `ObjectMissingError`.
+
+        An object that ends before is an outage: it is not the one that was measured.
+        """
+
     def exists(self, name: str) -> bool:
         """Whether the object exists."""
 
@@ -151,6 +157,15 @@ class LocalStore:
         """See `ObjectStore.read`."""
         with self.open(name) as file, self._outage(name):
             return file.read()
+
+    def read_range(self, name: str, offset: int, length: int) -> bytes:
+        """See `ObjectStore.read_range`."""
+        with self.open(name) as file, self._outage(name):
+            file.seek(offset)
+            data = file.read(length)
+        if len(data) < length:
+            raise StoreUnavailableError(f"{name} is shorter than it was")
+        return data
 
     def exists(self, name: str) -> bool:
         """See `ObjectStore.exists`."""

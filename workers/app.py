@@ -25,6 +25,7 @@ from common.transport import Transport
 from workers import tasks
 from workers.aggregate import Aggregator
 from workers.engine.host import EngineHost
+from workers.lines import Lines, Place
 from workers.logs import configure_logging
 from workers.pool import EngineCapacity, refuse_wrong_pool
 from workers.watchdog import Watchdog
@@ -78,6 +79,22 @@ class FleetApp:
         """The store that the settings name."""
         settings = self.settings.with_store()
         return open_store(settings.store, s3_endpoint=settings.s3_endpoint)
+
+    @cached_property
+    def lines(self) -> Lines:
+        """Where a worker gets large lines from: its store, if it has one, else the aggregator."""
+        return Lines((lambda: self.store) if self.settings.store else None, self.ledger, self._ask_for_line)
+
+    def _ask_for_line(self, at: Address, place: Place) -> None:
+        send(
+            self._app,
+            broker.LEND_LINE,
+            batch_id=at.batch_id,
+            run=at.run,
+            shard=at.shard,
+            index=at.index,
+            place=list(place),
+        )
 
     @cached_property
     def aggregator(self) -> Aggregator:

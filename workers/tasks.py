@@ -12,6 +12,7 @@ Arguments are ids, numbers and the request's line; a task's name, `argsrepr` and
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import redis
@@ -23,9 +24,10 @@ from common.dispatch import send
 from common.errors import HoleError, NoSuchBatchError, StoreUnavailableError, UsageError
 from common.ledger import Address
 from workers.engine.host import current_delivery
+from workers.lines import Place, read_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from workers.app import WorkerApp
 
@@ -43,10 +45,17 @@ def register(app: WorkerApp) -> None:
     """Register the tasks with an app, and with no other one of the process (`shared`)."""
 
     @app.task(name=broker.RUN_REQUEST, shared=False, Request="workers.pool:QuietRequest")  # type: ignore[untyped-decorator]  # Celery has no types
-    async def run_request(*, batch_id: str, run: int, shard: int, index: int, count: int, line: str) -> int:
-        """Run one request on the engine and record its row. `count` is the number of requests of the shard."""
+    async def run_request(
+        *, batch_id: str, run: int, shard: int, index: int, count: int, line: str | Sequence[int]
+    ) -> int:
+        """Run one request on the engine and record its row. `count` is the number of requests of the shard.
+
+        `line` is the line itself, or of a large one where it lies (`Place`).
+        """
         delivery = current_delivery.get()
-        await delivery.host.run_request(Address(batch_id, run, shard, index), count, line, delivery)
+        at = Address(batch_id, run, shard, index)
+        text = line if isinstance(line, str) else partial(app.fleet.lines.fetch, at, Place(*line))
+        await delivery.host.run_request(at, count, text, delivery)
         return broker.RECEIPT
 
     @app.task(name=broker.MARKER, shared=False)  # type: ignore[untyped-decorator]  # Celery has no types
@@ -102,11 +111,18 @@ def _fail_request(app: WorkerApp, *, batch_id: str, run: int, shard: int, index:
     app.fleet.aggregator.fail_request(Address(batch_id, run, shard, index))
 
 
+def _lend_line(app: WorkerApp, *, batch_id: str, run: int, shard: int, index: int, place: list[int]) -> None:
+    """Lend a worker a line that it cannot read itself."""
+    line = read_line(app.fleet.store, batch_id, Place(*place))
+    app.fleet.ledger.lend_line(Address(batch_id, run, shard, index), line)
+
+
 _AGGREGATOR_TASKS: dict[str, Callable[..., None]] = {
     broker.SEAL_SHARD: _seal_shard,
     broker.ASSEMBLE_BATCH: _assemble_batch,
     broker.FEED: _feed,
     broker.END_EARLY: _end_early,
+    broker.LEND_LINE: _lend_line,
     broker.FAIL_REQUEST: _fail_request,
 }
 

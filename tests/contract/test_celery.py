@@ -24,6 +24,7 @@ from common.transport import Transport
 from producer import control, intake
 from tests.invariants import chat_line, chat_lines
 from tests.servers import BrokerServer, free_port
+from workers.lines import Place, read_line
 from workers.receipts import Receipts
 
 if TYPE_CHECKING:
@@ -172,6 +173,23 @@ def test_the_messages_of_a_shard_go_out_before_all_are_made(
 
     assert seen == [0, 0, 0, 0, 4, 4, 6, 6]
     assert [message["body"][1]["index"] for message in queued(app, "gpu")] == list(range(8))
+
+
+def test_a_large_line_stays_in_the_batch_directory(app: Celery, store: LocalStore, tmp_path: Path) -> None:
+    """Its message says where it lies, whoever sends it."""
+    large = [chat_line(f"large-{number}", "é🙂\u2028" * 20_000) for number in range(2)]
+    lines = [chat_line("first", "é"), large[0], chat_line("between", "é"), large[1]]
+    run = durable(store, tmp_path, lines)
+    publish_shard(app, store, run, run.shards[0], queue="gpu")
+    republish(app, store, run, run.shards[0], {1, 2}, queue="gpu")
+
+    assert all(len(raw) < 4096 for raw in app.test_server.client.lrange("gpu", 0, -1))
+    carried = [message["body"][1]["line"] for message in queued(app, "gpu")]
+    found = [
+        line if isinstance(line, str) else read_line(store, run.batch_id, Place(*line)).decode() for line in carried
+    ]
+    assert found == [*lines, *lines[1:3]]
+    assert [isinstance(line, str) for line in carried] == [True, False, True, False, False, True]
 
 
 def test_the_ids_of_a_shard_derive_from_its_place(app: Celery, store: LocalStore, tmp_path: Path) -> None:

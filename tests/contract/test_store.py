@@ -62,6 +62,19 @@ def test_what_was_written_is_read(store: ObjectStore) -> None:
         assert list(file) == [b"one\n", b"two\n"]
 
 
+def test_a_range_is_read_without_the_rest(store: ObjectStore) -> None:
+    write(store, NAME, b"one\ntwo\nthree")
+
+    assert store.read_range(NAME, 0, 3) == b"one"
+    assert store.read_range(NAME, 4, 3) == b"two"
+    assert store.read_range(NAME, 8, 5) == b"three"
+    with pytest.raises(ObjectMissingError):
+        store.read_range("missing", 0, 1)
+    for offset in (9, 20):
+        with pytest.raises(StoreUnavailableError):
+            store.read_range(NAME, offset, 5)
+
+
 def test_an_empty_object_exists(store: ObjectStore) -> None:
     assert write(store, NAME, b"")
     assert store.exists(NAME)

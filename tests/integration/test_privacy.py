@@ -79,7 +79,8 @@ def test_nothing_that_people_or_dashboards_look_at_holds_a_prompt(fleet: FleetSe
     # The messages, before anybody took one.
     for raw in fleet.client.lrange("gpu", 0, -1):
         message = json.loads(raw)
-        assert MARK in message.pop("body")
+        body = message.pop("body")
+        assert MARK in body or '"line": [0, ' in body  # a large line stays in the batch directory
         assert MARK not in json.dumps(message)
 
     events = Events(fleet.broker.url)

@@ -46,7 +46,7 @@ from workers.engine.observer import Unobserved
 from workers.engine.suspects import Quarantine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine
     from typing import Any
 
     from common.ledger import Ledger
@@ -336,10 +336,13 @@ class EngineHost:
 
     # -- one request --------------------------------------------------------------------------------------------------
 
-    async def run_request(self, at: Address, count: int, line: str, delivery: Delivery) -> None:
+    async def run_request(
+        self, at: Address, count: int, line: str | Callable[[], Awaitable[str]], delivery: Delivery
+    ) -> None:
         """Run one delivery to its receipt. Returns when the row is recorded, whoever recorded it.
 
-        `count` is the number of requests of the shard. Never raises for the request's own faults; is held until it is
+        `line` is the request's line, or what fetches it once it is known that it is needed. `count` is the number of
+        requests of the shard. Never raises for the request's own faults; is held until it is
         cancelled when the engine is dead.
         """
         mark = f"{self._worker_id}/{delivery.delivery_id}"
@@ -361,13 +364,16 @@ class EngineHost:
         finally:
             del self._in_hand[delivery.delivery_id]
 
-    async def _run_request(self, at: Address, mark: str, count: int, line: str, delivery: Delivery) -> None:
-        reply = await self._answer(at, mark, line)
-        if reply is None:
+    async def _run_request(
+        self, at: Address, mark: str, count: int, line: str | Callable[[], Awaitable[str]], delivery: Delivery
+    ) -> None:
+        answer = await self._answer(at, mark, line)
+        if answer is None:
             if not delivery.chorded:
                 # Whoever recorded the last row may have died before it said so, and no chord says it for us.
                 await self._send("seal", at)
             return
+        text, reply = answer
         row = Row(
             at=at,
             row=reply.row,
@@ -379,14 +385,19 @@ class EngineHost:
             queue=self._queue,
         )
         recorded = await self._until_known(at, lambda: self._record(row))
-        self.observer.recorded(line, reply, first=recorded.verdict is Verdict.OURS)
+        self.observer.recorded(text, reply, first=recorded.verdict is Verdict.OURS)
         if recorded.full and not delivery.chorded:
             await self._send("seal", at)
         if recorded.feed:
             await self._send("feed", at)
 
-    async def _answer(self, at: Address, mark: str, line: str) -> Reply | None:
-        """The engine's reply, after a few tries where trying again may help; None when the row is there already."""
+    async def _answer(
+        self, at: Address, mark: str, line: str | Callable[[], Awaitable[str]]
+    ) -> tuple[str, Reply] | None:
+        """The request's line and the engine's reply, after a few tries where trying again may help.
+
+        None when the row is there already.
+        """
         wait_s, strikes = RETRY_WAIT_S, 0
         for tries_left in reversed(range(MAX_TRIES)):
             # Each try begins anew: it counts the engine calls across the fleet, and sees a row that somebody recorded.
@@ -394,14 +405,18 @@ class EngineHost:
                 async with self._quarantine.admit(strikes):
                     claim = Claim(at, mark, strikes)
                     begun = await self._until_known(at, partial(self._begin, claim))
+                    if not isinstance(line, str) and begun.verdict in (Verdict.OURS, Verdict.POISON):
+                        line = await line()
                     if begun.verdict is Verdict.OURS:
+                        assert isinstance(line, str)
                         self.observer.begun(begun.strikes)
                         reply = await self._call_engine(Request(line, begun.calls))
                         break
                 if begun.verdict is Verdict.DONE:
                     return None
                 if begun.verdict is Verdict.POISON:
-                    return self._failed(line, FailureKind.WORKERS_LOST, _poison_message(begun.strikes))
+                    assert isinstance(line, str)
+                    return line, self._failed(line, FailureKind.WORKERS_LOST, _poison_message(begun.strikes))
                 if begun.verdict is Verdict.SUSPECT:
                     strikes = begun.strikes  # it waits for its turn, without a mark: it must not be struck meanwhile
                 else:
@@ -411,7 +426,8 @@ class EngineHost:
                 break
             await asyncio.sleep(wait_s)
             wait_s *= 2
-        return reply
+        assert isinstance(line, str)
+        return line, reply
 
     async def _call_engine(self, request: Request) -> Reply:
         try:
