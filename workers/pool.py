@@ -243,10 +243,12 @@ class TaskPool(BasePool):  # type: ignore[misc]  # Celery has no types
         try:
             self._count([(each.task_id, each.receipt, each.context) for each in finished if each.failure is None])
         except Exception as exc:
-            # The rows are recorded; the messages stay ours until the worker stops, and are then answered as done.
-            logger.error("%d deliveries not acknowledged: %s", len(finished), type(exc).__name__)
+            logger.error("%d receipts not counted: %s", len(finished), type(exc).__name__)
             logger.debug("receipts", exc_info=True)
-            finished = [each for each in finished if each.failure is not None]
+            if state.should_stop is not None or state.should_terminate is not None:
+                finished = [each for each in finished if each.failure is not None]
+            # Else acknowledged all the same: the rows are recorded, the watchdog seals what no chord announces, and an
+            # unacknowledged message would stay with this worker, and its slot be taken, until it stops.
         for each in finished:
             self._acknowledge(each)
         return answers

@@ -381,7 +381,7 @@ class EngineHost:
             prompt_tokens=reply.prompt_tokens,
             completion_tokens=reply.completion_tokens,
             shard_count=count,
-            model=self._model(line),
+            model=self._model(text),
             queue=self._queue,
         )
         recorded = await self._until_known(at, lambda: self._record(row))
