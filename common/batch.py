@@ -213,6 +213,15 @@ def http_error(failure: Failure, *, type_: str, param: str | None = None, code: 
     }
 
 
+def counted_tokens(usage: Mapping[str, Any]) -> tuple[int, int]:
+    """Prompt and completion tokens of a row's `usage`, by whichever names its endpoint gives them.
+
+    `/v1/responses` calls them input and output tokens; an embedding has no completion; of speech seconds are counted.
+    """
+    prompt = usage.get("prompt_tokens") or usage.get("input_tokens") or 0
+    return prompt, usage.get("completion_tokens") or usage.get("output_tokens") or 0
+
+
 # -- records of a batch directory -------------------------------------------------------------------------------------
 
 

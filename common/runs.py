@@ -30,6 +30,7 @@ from common.batch import (
     RunEnding,
     RunStart,
     Usage,
+    counted_tokens,
     first_run,
     later_run,
     row_failed,
@@ -166,10 +167,7 @@ class Tally:
 def tokens_of(row: bytes) -> tuple[str, int, int]:
     """The model, and the prompt and completion tokens, that a row which succeeded counts itself."""
     body = from_json(row)["response"]["body"] or {}
-    usage = body.get("usage") or {}
-    # The responses endpoint has names of its own.
-    prompt = usage.get("prompt_tokens") or usage.get("input_tokens") or 0
-    completion = usage.get("completion_tokens") or usage.get("output_tokens") or 0
+    prompt, completion = counted_tokens(body.get("usage") or {})
     return body.get("model") or "", prompt, completion
 
 

@@ -20,6 +20,7 @@ from common.batch import (
     RunStart,
     Usage,
     batch_object,
+    counted_tokens,
     custom_id_of,
     dumps,
     failed_row,
@@ -443,3 +444,17 @@ def test_records_for_people_are_strict_json() -> None:
     assert "日本" in dumps({"name": "日本"})
     with pytest.raises(ValueError, match="not JSON compliant"):
         dumps({"x": float("nan")})
+
+
+@pytest.mark.parametrize(
+    ("usage", "counted"),
+    [
+        ({"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}, (3, 5)),
+        ({"prompt_tokens": 3, "total_tokens": 3, "completion_tokens": None}, (3, 0)),
+        ({"input_tokens": 3, "output_tokens": 5}, (3, 5)),
+        ({"type": "duration", "seconds": 4}, (0, 0)),
+        ({}, (0, 0)),
+    ],
+)
+def test_tokens_are_counted_by_the_names_of_every_endpoint(usage: dict[str, Any], counted: tuple[int, int]) -> None:
+    assert counted_tokens(usage) == counted

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
 
-from common.batch import SUCCESS_END, custom_id_of, failed_row, http_error
+from common.batch import SUCCESS_END, counted_tokens, custom_id_of, failed_row, http_error
 from common.failures import Failure, kind_of_status
 from workers.engine import Reply
 
@@ -61,12 +61,8 @@ def succeeded(output: Any) -> Reply:
     if not row.endswith(SUCCESS_END):
         raise ValueError("a row of vLLM's does not end as rows that succeeded do")
     usage = getattr(output.response.body, "usage", None)
-    return Reply(
-        row,
-        # The responses endpoint has names of its own; a transcription's usage is in seconds.
-        prompt_tokens=getattr(usage, "prompt_tokens", None) or getattr(usage, "input_tokens", None) or 0,
-        completion_tokens=getattr(usage, "completion_tokens", None) or getattr(usage, "output_tokens", None) or 0,
-    )
+    prompt_tokens, completion_tokens = counted_tokens(usage.model_dump() if usage is not None else {})
+    return Reply(row, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
 
 
 def was_aborted(output: Any) -> bool:
