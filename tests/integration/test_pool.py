@@ -6,6 +6,7 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
 from common import keys
@@ -153,6 +154,26 @@ def test_a_worker_that_cannot_be_set_up_is_one_sentence(fleet: FleetServers, arg
     assert_one_sentence(result)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("-Q", "gpu", "-P", "threads"), "needs the fleet's own pool"),
+        (("-Q", "gpu", "-P", "solo"), "needs the fleet's own pool"),
+        (("-Q", "gpu,aggregate"), "cannot serve requests and 'aggregate'"),
+        (("-Q", "aggregate"), "-P threads"),
+    ],
+    ids=["threads", "solo", "both queues", "aggregator"],
+)  # fmt: skip
+def test_a_pool_that_does_not_fit_its_queue_is_refused(
+    fleet: FleetServers, arguments: tuple[str, ...], said: str
+) -> None:
+    command = ("-m", "celery", "-A", "workers", "worker", *arguments)
+    result = fleet.start("bad", *command, FLEET_ENGINE="echo", FLEET_MODEL=MODEL).wait(30)
+
+    assert result.code == 2, result.stderr
+    assert said in assert_one_sentence(result)
+
+
 def test_a_worker_without_a_model_is_told_its_usage(fleet: FleetServers) -> None:
     result = fleet.start("bad", "-m", "workers", "serve").wait(30)
 
@@ -177,13 +198,18 @@ def test_an_aggregator_that_cannot_be_set_up_is_one_sentence(fleet: FleetServers
     assert name in assert_one_sentence(result)
 
 
-def test_celerys_own_command_starts_the_same_worker(fleet: FleetServers) -> None:
+@pytest.mark.parametrize("pool", [(), ("-P", "prefork", "-c", "4")], ids=["default", "prefork"])
+def test_celerys_own_command_starts_the_same_worker(fleet: FleetServers, pool: tuple[str, ...]) -> None:
+    """With one engine, also where prefork is asked for: to Celery 5.7 that name means the default pool, which is ours.
+
+    Each child of a real prefork pool would load an engine of its own, or fork one: apecloud/ApeRAG#331.
+    """
     lines = chat_lines(20)
     batch_id = detach(fleet, lines)
     fleet.aggregator()
-    worker = fleet.start(
-        "celery", "-m", "celery", "-A", "workers", "worker", "-Q", "gpu", FLEET_ENGINE="echo", FLEET_MODEL=MODEL
-    )
+    command = ("-m", "celery", "-A", "workers", "worker", "-Q", "gpu", *pool)
+    worker = fleet.start("celery", *command, FLEET_ENGINE="echo", FLEET_MODEL=MODEL)
 
     assert_completes(fleet, batch_id, lines)
+    assert psutil.Process(worker.pid).children() == []
     assert worker.stop().code == 0
