@@ -13,10 +13,10 @@ import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import pytest
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from common.batch import SUCCESS_END
 from common.errors import EngineAbortedError, EngineDeadError, EngineStartError
@@ -26,7 +26,7 @@ from workers.engine.vllm import VllmEngine, prepare_environment, served_models
 from workers.engine.vllm_cpu import GIB, KV_MAX_BYTES, KV_MIN_BYTES, available_bytes, fit_cpu, kv_cache_bytes
 from workers.engine.vllm_doors import PLAIN_DOOR, TRACKER_DOOR, Vllm, check_functions, door_of
 from workers.engine.vllm_endpoints import build_endpoints
-from workers.engine.vllm_reasons import start_sentence
+from workers.engine.vllm_reasons import explain_unreadable, start_sentence
 from workers.engine.vllm_serving import Serving, Watched, default_inflight
 
 if TYPE_CHECKING:
@@ -553,6 +553,28 @@ def test_a_line_that_vllm_cannot_read_is_explained_without_its_values(body: dict
     assert (row["custom_id"], row["response"]["body"]["error"]["message"]) == ("a", message)
 
 
+def test_a_field_is_named_without_vllms_functions() -> None:
+    """vLLM's request types log unknown fields in a validator of their own, which a union names in its complaints."""
+
+    class Wrapped(BaseModel):
+        format: Literal["a"]
+
+        @model_validator(mode="wrap")
+        @classmethod
+        def log_extra_fields(cls, value: Any, handler: Any) -> Any:
+            return handler(value)
+
+    class Other(BaseModel):
+        format: Literal["b"]
+
+    class Line(BaseModel):
+        body: Wrapped | Other
+
+    with pytest.raises(ValidationError) as raised:
+        Line.model_validate({"body": {"format": SENTINEL}})
+    assert explain_unreadable(raised.value).startswith("body.format: Input should be 'a'; ")
+
+
 # -- what is no answer ------------------------------------------------------------------------------------------------
 
 
@@ -831,6 +853,9 @@ def cpu_args(**given: Any) -> argparse.Namespace:
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
         "data_parallel_size": 1,
+        "enable_lora": False,
+        "lora_modules": None,
+        "max_loras": 1,
     }
     return argparse.Namespace(**values | given)
 
@@ -884,6 +909,18 @@ def test_a_users_processes_and_threads_stay(given: dict[str, Any], environ: dict
     before = dict(environ)
     fit_cpu(cpu_args(**given), environ)
     assert environ == before
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
+    ("enabled", "modules", "slots", "chosen"),
+    [(True, 1, 1, 2), (True, 3, 2, 4), (True, 2, 8, 8), (True, 0, 1, 1), (False, 1, 1, 1)],
+)
+def test_one_slot_for_adapters_stays_empty(enabled: bool, modules: int, slots: int, chosen: int) -> None:
+    """vllm-project/vllm#48421: on a CPU requests without an adapter get the last slot's."""
+    args = cpu_args(enable_lora=enabled, lora_modules=["m"] * modules or None, max_loras=slots)
+    fit_cpu(args, {})
+    assert args.max_loras == chosen
 
 
 def test_a_kv_cache_has_bounds() -> None:

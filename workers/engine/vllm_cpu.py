@@ -51,6 +51,13 @@ def fit_cpu(args: Namespace, environ: MutableMapping[str, str]) -> None:
         environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // workers)))
         said.append(f"VLLM_ENABLE_V1_MULTIPROCESSING=0 OMP_NUM_THREADS={environ['OMP_NUM_THREADS']}")
+    adapters = len(args.lora_modules or ()) if args.enable_lora else 0
+    if adapters and args.max_loras <= adapters:
+        # Its kernels for the CPU read "no adapter" (-1) as the last slot, so beside a request for an adapter one for
+        # the model itself would get that slot's (vLLM 0.32, lora/ops/torch_ops; vllm-project/vllm#48421). Slots are
+        # filled from the first, and an empty one adds nothing.
+        args.max_loras = adapters + 1
+        said.append(f"--max-loras {args.max_loras}")
     if said:
         log.info("vLLM on CPU, 1 of %d on this host: chose %s", workers, " ".join(said))
 

@@ -59,7 +59,7 @@ def explain_unreadable(exc: Exception) -> str:
     """
     if isinstance(exc, ValidationError):
         errors = exc.errors(include_input=False, include_url=False, include_context=False)
-        reasons = [f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in errors[:MAX_REASONS]]
+        reasons = [f"{_place(error['loc'])}: {error['msg']}" for error in errors[:MAX_REASONS]]
         more = f"; and {len(errors) - MAX_REASONS} more" if len(errors) > MAX_REASONS else ""
         return "; ".join(cut(reason, MAX_REASON_BYTES) for reason in reasons) + more
     parameter = getattr(exc, "parameter", None)
@@ -68,3 +68,8 @@ def explain_unreadable(exc: Exception) -> str:
         reason = cut(str(exc.args[0]) if exc.args else type(exc).__name__, MAX_REASON_BYTES)
         return f"body.{parameter}: {reason}" if parameter else reason
     return f"The body is not a request of this endpoint ({type(exc).__name__})."
+
+
+def _place(loc: tuple[int | str, ...]) -> str:
+    """Name a field as the user wrote it, without the validator functions that pydantic names inside a union."""
+    return ".".join(str(part) for part in loc if not str(part).startswith("function-"))
