@@ -96,6 +96,12 @@ class WorkerSettings(FleetSettings):
     metrics_port: int = Field(default=0, ge=0, le=65535)
     #: Address of these pages. In a container `0.0.0.0`; they ask for no password.
     metrics_host: str = "127.0.0.1"
+    #: Hosts, separated by commas, from which media that requests name may be fetched; empty for all public ones.
+    allowed_media_domains: str = ""
+    #: Bytes that all media of a request may have together.
+    media_max_bytes: int = Field(default=128 * 1024 * 1024, ge=1)
+    #: Seconds that one download may take, with its redirects.
+    media_timeout_s: float = Field(default=60.0, gt=0)
 
 
 class ExporterSettings(FleetSettings):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import shlex
 import sys
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from common.transport import Transport
 from workers import tasks
 from workers.aggregate import Aggregator
 from workers.engine.host import EngineHost
+from workers.engine.media import ALLOWED_DOMAINS, MediaRules, domains_of
 from workers.lines import Lines, Place
 from workers.logs import configure_logging
 from workers.pool import EngineCapacity, refuse_wrong_pool
@@ -52,13 +54,25 @@ def make_engine(settings: WorkerSettings) -> Engine:
     if not settings.model:
         raise UsageError("no model: say `worker serve MODEL`, or set FLEET_MODEL")
     arguments = shlex.split(settings.engine_args)
+    media = media_rules(settings)
     if settings.engine == "echo":
         from workers.engine.echo import EchoEngine  # noqa: PLC0415 - one of two
 
-        return EchoEngine.from_args(settings.model, arguments)
+        return EchoEngine.from_args(settings.model, arguments, media)
     from workers.engine.vllm import VllmEngine  # noqa: PLC0415 - one of two
 
-    return VllmEngine(settings.model, arguments)
+    return VllmEngine(settings.model, arguments, media)
+
+
+def media_rules(settings: WorkerSettings) -> MediaRules:
+    """What may be fetched for a request, by the settings. Raises `UsageError` for a name that is no host's."""
+    rules = MediaRules(max_bytes=settings.media_max_bytes, timeout_s=settings.media_timeout_s)
+    if not settings.allowed_media_domains:
+        return rules
+    try:
+        return replace(rules, domains=domains_of(settings.allowed_media_domains.split(",")))
+    except ValueError as exc:
+        raise UsageError(f"{ALLOWED_DOMAINS}: {exc}") from None
 
 
 class FleetApp:

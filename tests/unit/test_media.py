@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import base64
 import ipaddress
@@ -12,9 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.errors import EngineStartError, UsageError
 from common.failures import Failure, FailureKind
+from common.settings import WorkerSettings, load
 from tests.conftest import CASES
+from workers.app import media_rules
+from workers.engine import Request
+from workers.engine.echo import EchoEngine
 from workers.engine.media import MAX_URLS, Budget, Media, MediaRules, domains_of, find_urls, is_public
+from workers.engine.vllm import take_over_media
 
 if TYPE_CHECKING:
     from yarl import URL
@@ -404,9 +411,65 @@ def test_local_files_are_left_to_an_engine_that_was_given_a_folder() -> None:
     assert isinstance(inline(Media(), line), Failure)
 
 
+# -- engines ----------------------------------------------------------------------------------------------------------
+
+
 def test_the_replay_case_is_refused_without_a_connection() -> None:
     lines = (CASES / "I27.jsonl").read_text().splitlines()
     answers = {json.loads(line)["custom_id"]: inline(Media(download=Contents()), line) for line in lines}
 
     refused = {name for name, answer in answers.items() if isinstance(answer, Failure)}
     assert refused == {"au-meta", "au-loop", "au-file"}
+
+
+def echo(line: str, media: MediaRules | None = None) -> dict[str, Any]:
+    row: dict[str, Any] = json.loads(asyncio.run(EchoEngine("m", media=media).run(Request(line))).row)
+    return row
+
+
+def test_echo_refuses_what_vllm_refuses_and_fetches_nothing() -> None:
+    """A file that is tried on echo first meets the same refusals; echo has no need of the content."""
+    refused = echo(chat(image("http://169.254.169.254/latest?token=1")))
+
+    assert refused["response"]["status_code"] == 400
+    assert refused["error"]["code"] == "media_refused"
+    assert "token" not in json.dumps(refused)
+    assert echo(chat({"type": "text", "text": "hi"}, image("http://example.com/a")))["error"] is None
+    only = MediaRules(domains=domains_of(["a.example"]))
+    assert "FLEET_ALLOWED_MEDIA_DOMAINS" in echo(chat(image("http://example.com/a")), only)["error"]["message"]
+
+
+def test_settings_become_rules() -> None:
+    defaults = media_rules(load(WorkerSettings))
+    settings = load(WorkerSettings, allowed_media_domains="A.example, 10.0.0.1", media_max_bytes=5, media_timeout_s=2)
+
+    assert defaults == MediaRules()
+    assert media_rules(settings) == MediaRules(domains=frozenset({"a.example", "10.0.0.1"}), max_bytes=5, timeout_s=2)
+
+
+def test_a_setting_that_names_no_host_is_refused_at_start() -> None:
+    with pytest.raises(UsageError, match="FLEET_ALLOWED_MEDIA_DOMAINS: 'http://a' is not"):
+        media_rules(load(WorkerSettings, allowed_media_domains="b,http://a"))
+
+
+def flags(domains: list[str] | None = None, path: str = "") -> argparse.Namespace:
+    return argparse.Namespace(allowed_media_domains=domains, allowed_local_media_path=path)
+
+
+def test_vllm_is_left_without_a_host_to_fetch_from() -> None:
+    for args in (flags(), flags([]), flags(["a.example"])):
+        take_over_media(args, MediaRules())
+
+        (left,) = args.allowed_media_domains
+        assert left.endswith(".invalid")  # RFC 6761: no such name is ever resolved
+
+
+def test_vllms_own_flags_win() -> None:
+    setting = MediaRules(domains=domains_of(["a.example"]))
+
+    assert take_over_media(flags(), setting) == setting
+    assert take_over_media(flags(["B.example"]), setting).domains == {"b.example"}
+    assert not take_over_media(flags(), setting).local_files
+    assert take_over_media(flags(path="/srv"), setting).local_files
+    with pytest.raises(EngineStartError, match="--allowed-media-domains: 'http://b' is not"):
+        take_over_media(flags(["http://b"]), setting)

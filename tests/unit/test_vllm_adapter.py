@@ -20,8 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from common.batch import SUCCESS_END
 from common.errors import EngineAbortedError, EngineDeadError, EngineStartError
-from common.failures import MAX_MESSAGE_BYTES, FailureKind
+from common.failures import MAX_MESSAGE_BYTES, Failure, FailureKind
 from workers.engine import Request
+from workers.engine.media import Media
 from workers.engine.vllm import VllmEngine, prepare_environment, served_models
 from workers.engine.vllm_cpu import GIB, KV_MAX_BYTES, KV_MIN_BYTES, available_bytes, fit_cpu, kv_cache_bytes
 from workers.engine.vllm_doors import PLAIN_DOOR, TRACKER_DOOR, Vllm, check_functions, door_of
@@ -49,7 +50,7 @@ class ClientError(Exception):
 
 
 class Body(BaseModel):
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
 
 
 class BatchRequestInput(BaseModel):
@@ -217,6 +218,7 @@ def serve(
     handler: Callable[[Any], Any] | None,
     version: str = "0.32.0",
     engine: Engine | None = None,
+    media: Media | None = None,
     **handlers: Any,
 ) -> tuple[Serving, Engine]:
     """A served model that chats by `handler`, and has what else is given by the names of vLLM's state."""
@@ -225,7 +227,7 @@ def serve(
     vllm = make_vllm(version, handlers)
     engine = engine or Engine()
     endpoints = asyncio.run(build_endpoints(vllm, engine, argparse.Namespace(allowed_media_domains=None)))
-    return Serving(vllm, engine, endpoints, ("m",)), engine
+    return Serving(vllm, engine, endpoints, ("m",), media=media), engine
 
 
 async def refuse_all(request: Any) -> Any:
@@ -728,6 +730,46 @@ def test_a_time_limit_ends_as_a_timeout() -> None:
         asyncio.run(limited())
 
 
+# -- media ------------------------------------------------------------------------------------------------------------
+
+
+def image(url: str) -> Request:
+    part = {"type": "image_url", "image_url": {"url": url}}
+    return chat({"messages": [{"role": "user", "content": [part]}]})
+
+
+def test_vllm_sees_content_in_place_of_a_url(version: str) -> None:
+    seen = []
+
+    async def handler(request: Any) -> Any:
+        seen.append(request.body.messages)
+        return answer(Chat(choices=[], usage=Usage(prompt_tokens=1, completion_tokens=1)))
+
+    async def fetch(url: Any, budget: Any) -> bytes:
+        return b"content"
+
+    _, failure = ask(serve(handler, version, media=Media(download=fetch))[0], image("http://example.com/a"))
+
+    assert failure is None
+    (((part,),),) = [[message["content"] for message in messages] for messages in seen]
+    assert part["image_url"]["url"] == "data:application/octet-stream;base64,Y29udGVudA=="
+
+
+@pytest.mark.parametrize("kind", [FailureKind.MEDIA_DOWNLOAD, FailureKind.MEDIA_REFUSED, FailureKind.MEDIA_UNAVAILABLE])
+def test_vllm_sees_nothing_of_a_request_whose_media_are_missing(kind: FailureKind) -> None:
+    async def handler(request: Any) -> Any:
+        raise AssertionError("asked")
+
+    async def fetch(url: Any, budget: Any) -> Failure:
+        return Failure(kind, "because")
+
+    row, failure = ask(serve(handler, media=Media(download=fetch))[0], image("http://example.com/a?token=1"))
+
+    assert failure is kind
+    assert row["response"]["status_code"] == kind.status
+    assert row["error"] == {"code": kind.code, "message": "messages.0.content.0.image_url: because"}
+
+
 # -- starting ---------------------------------------------------------------------------------------------------------
 
 
@@ -830,6 +872,7 @@ def test_the_environment_stays_what_a_user_said(tmp_path: Path) -> None:
         "FLEET_WORKER": "0",
         "VLLM_PLUGINS": "mine,fleet",
         "HF_HUB_OFFLINE": "0",
+        "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
     }
 
 

@@ -32,6 +32,7 @@ from common.batch import failed_row, has_nonfinite_number, http_error
 from common.errors import EngineAbortedError, EngineDeadError, EngineStartError
 from common.failures import Failure, FailureKind, kind_of_status
 from workers.engine import Reply
+from workers.engine.media import Media, MediaRules
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -314,10 +315,18 @@ class EchoEngine:
     default_inflight = 256
 
     def __init__(
-        self, model: str, *, latency_s: float = 0.0, tokens_per_s: float = 0.0, served_names: Sequence[str] = ()
+        self,
+        model: str,
+        *,
+        latency_s: float = 0.0,
+        tokens_per_s: float = 0.0,
+        served_names: Sequence[str] = (),
+        media: MediaRules | None = None,
     ) -> None:
         self.models: tuple[str, ...] = tuple(served_names) or (model,)
         self.endpoints: tuple[str, ...] = SUPPORTED_URLS
+        # Nothing is fetched: no answer depends on it.
+        self._media = Media(media or MediaRules())
         self._latency_s = latency_s
         self._tokens_per_s = tokens_per_s
         self._errored = False
@@ -325,7 +334,7 @@ class EchoEngine:
         self._waiting: set[asyncio.Future[None]] = set()
 
     @classmethod
-    def from_args(cls, model: str, args: Sequence[str]) -> EchoEngine:
+    def from_args(cls, model: str, args: Sequence[str], media: MediaRules | None = None) -> EchoEngine:
         """The engine that these command-line flags describe.
 
         Raises `EngineStartError` for flags that are not echo's.
@@ -340,6 +349,7 @@ class EchoEngine:
             latency_s=flags.latency_s,
             tokens_per_s=flags.tokens_per_s,
             served_names=flags.served_model_name,
+            media=media,
         )
 
     @property
@@ -355,6 +365,9 @@ class EchoEngine:
         self._check_able()
         line = from_json(request.line)
         custom_id: str = line["custom_id"]
+        admitted = await self._media.admit(request)
+        if isinstance(admitted, Failure):
+            return _failed(custom_id, admitted)
         try:
             knobs, answer = self._answer(request.line, line["url"], line["body"])
         except _RefusedError as refused:

@@ -3,14 +3,14 @@
 A batch file may come from somebody else, and a URL in it is fetched from the worker's place in the network. So engines
 never open a connection for a request: what may be fetched is fetched here (by `download.py`), and the engine is handed
 the same request with `data:` URLs. Whatever is not plainly allowed is refused.
-Owns: the rules, and the places of a body from which vLLM 0.30-0.33 fetches. Must not know: HTTP, engines, Celery.
+Owns: the rules, and the places of a body from which vLLM fetches. Must not know: HTTP, engines, Celery.
 On failure: a `Failure`, whose message names the place, the host and the setting, and never a path, a query or an
 address that a name resolved to.
 
-What was read in vLLM 0.32 (`renderers/chat_utils.py`, `entrypoints/launchers/run_batch.py`, `multimodal/media/`):
-a content part's URL is taken from `image_url`, `audio_url` or `video_url`, as a string or as `{"url": …}`, whatever
-its `type` says; audio requests have `file_url`; `data:` in any case of letters is decoded and never fetched; and bytes
-that come as `application/octet-stream` are read as those of a download are.
+What was read in vLLM 0.30, 0.32 and 0.33 (where `MM_PARSER_MAP` is; `entrypoints/launchers/run_batch.py`;
+`multimodal/media/`): a content part's URL is taken from `image_url`, `audio_url` or `video_url`, as a string or as
+`{"url": …}`, whatever its `type` says; audio requests have `file_url`; `data:` in any case of letters is decoded and
+never fetched; and bytes that come as `application/octet-stream` are read as those of a download are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pydantic_core import from_json, to_json
 from yarl import URL
 
+from common.batch import has_nonfinite_number
 from common.failures import Failure, FailureKind, cut
+from workers.engine import Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -321,6 +323,13 @@ class Media:
     rules: MediaRules = field(default_factory=MediaRules)
     download: Download | None = None
 
+    async def admit(self, request: Request) -> Request | Failure:
+        """The request as an engine may have it (see `inline`), or why none may."""
+        line = await self.inline(request.line)
+        if isinstance(line, Failure):
+            return line
+        return request if line is request.line else Request(line, request.calls)
+
     async def inline(self, line: str) -> str | Failure:
         """The request line with the content of every URL in its place, or why that cannot be.
 
@@ -341,7 +350,8 @@ class Media:
         return await asyncio.to_thread(_put_in, request, places, contents)
 
     def _find(self, line: str) -> tuple[Any, list[Place]]:
-        if _MAY_HOLD_URL.search(line) is None:
+        # A number that is not finite would not outlive being written again; engines refuse such a line.
+        if _MAY_HOLD_URL.search(line) is None or has_nonfinite_number(line):
             return None, []
         try:
             request = from_json(line)

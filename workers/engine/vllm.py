@@ -15,11 +15,14 @@ import gc
 import logging
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import EngineDeadError, EngineStartError
 from workers.engine import tie
+from workers.engine.download import Downloader
+from workers.engine.media import Media, MediaRules, domains_of
 from workers.engine.vllm_cpu import fit_cpu
 from workers.engine.vllm_doors import Vllm
 from workers.engine.vllm_endpoints import build_endpoints
@@ -34,6 +37,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+#: The only host that vLLM itself may fetch from. The top-level domain is reserved for names that do not exist.
+NO_HOST = "the-fleet-fetches-for-vllm.invalid"
+
 #: Longest path of the folder for temporary files that leaves room for an engine's sockets below it.
 MAX_SCRATCH_BASE = 40
 
@@ -41,7 +47,8 @@ MAX_SCRATCH_BASE = 40
 class VllmEngine:
     """The engine of `workers.engine.Engine` that serves a model by vLLM.
 
-    `engine_args` are vLLM's own flags, as `vllm serve MODEL …` takes them; MODEL is not among them.
+    `engine_args` are vLLM's own flags, as `vllm serve MODEL …` takes them; MODEL is not among them. `media` says what
+    may be fetched for a request; vLLM's flags for that win over it.
 
     `start` sets environment variables of this process, because the engine's processes inherit them, and blocks its
     event loop while vLLM is imported (5 s) and the engine built: it belongs on a thread of its own.
@@ -49,12 +56,13 @@ class VllmEngine:
 
     name = "vllm"
 
-    def __init__(self, model: str, engine_args: Sequence[str]) -> None:
+    def __init__(self, model: str, engine_args: Sequence[str], media: MediaRules | None = None) -> None:
         self.models: tuple[str, ...] = ()
         self.endpoints: tuple[str, ...] = ()
         self.default_inflight = MIN_INFLIGHT
         self._model = model
         self._engine_args = tuple(engine_args)
+        self._media = media or MediaRules()
         self._serving: Serving | None = None
         self._dead = False
         self._task: asyncio.Task[None] | None = None
@@ -113,7 +121,7 @@ class VllmEngine:
 
     async def _hold(self, vllm: Vllm, ready: asyncio.Future[None]) -> None:
         try:
-            async with open_engine(vllm, self._model, self._engine_args) as self._serving:
+            async with open_engine(vllm, self._model, self._engine_args, self._media) as self._serving:
                 self.models = self._serving.models
                 self.endpoints = self._serving.urls
                 self.default_inflight = self._serving.default_inflight
@@ -140,7 +148,7 @@ def _refuse_stopped(ready: asyncio.Future[None]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def open_engine(vllm: Vllm, model: str, engine_args: Sequence[str]) -> AsyncIterator[Serving]:
+async def open_engine(vllm: Vllm, model: str, engine_args: Sequence[str], media: MediaRules) -> AsyncIterator[Serving]:
     """Start vLLM and yield it serving; close it, and its processes, at the end.
 
     Raises `EngineStartError` for whatever goes wrong before it serves.
@@ -156,7 +164,7 @@ async def open_engine(vllm: Vllm, model: str, engine_args: Sequence[str]) -> Asy
                 # vLLM leaves its sockets where they were when it ends (vLLM 0.32, utils/network_utils.py).
                 starting.enter_context(_variable("VLLM_RPC_BASE_PATH", str(scratch)))
             try:
-                serving = await _start_serving(vllm, model, engine_args, stack)
+                serving = await _start_serving(vllm, model, engine_args, media, stack)
             except EngineStartError:
                 raise
             except Exception as exc:
@@ -186,13 +194,33 @@ def _variable(name: str, value: str) -> Iterator[None]:
 
 
 async def _start_serving(
-    vllm: Vllm, model: str, engine_args: Sequence[str], stack: contextlib.AsyncExitStack
+    vllm: Vllm, model: str, engine_args: Sequence[str], media: MediaRules, stack: contextlib.AsyncExitStack
 ) -> Serving:
     args = vllm.parse(model, engine_args)
+    media = take_over_media(args, media)
     if vllm.is_cpu():
         fit_cpu(args, os.environ)
     engine = Watched(await stack.enter_async_context(vllm.build_engine(args)))
-    return Serving(vllm, engine, await build_endpoints(vllm, engine, args), served_models(args))
+    endpoints = await build_endpoints(vllm, engine, args)
+    return Serving(vllm, engine, endpoints, served_models(args), media=Media(media, Downloader(media)))
+
+
+def take_over_media(args: Namespace, rules: MediaRules) -> MediaRules:
+    """Have vLLM fetch nothing by itself, and return the rules by which it is done for it.
+
+    vLLM's flags mean what they mean in vLLM, and win. What it is left with is a list of one host that cannot exist: it
+    is the second wall, should a request's URL have been overlooked. `data:` URLs are not held to the list (vLLM 0.30,
+    0.32 and 0.33, multimodal/media/connector.py and entrypoints/launchers/run_batch.py).
+
+    Raises `EngineStartError` for a flag that names no host.
+    """
+    if named := args.allowed_media_domains:
+        try:
+            rules = replace(rules, domains=domains_of(named))
+        except ValueError as exc:
+            raise EngineStartError(f"vLLM does not take these flags: --allowed-media-domains: {exc}.") from exc
+    args.allowed_media_domains = [NO_HOST]
+    return replace(rules, local_files=bool(args.allowed_local_media_path))
 
 
 def refuse_missing_folder(model: str) -> None:
@@ -207,6 +235,7 @@ def prepare_environment(model: str, environ: MutableMapping[str, str]) -> None:
     if Path(model).is_dir():
         # The model is here; without this the hub is asked for files that it may lack, and that takes its time-outs.
         environ.setdefault("HF_HUB_OFFLINE", "1")
+    environ.setdefault("VLLM_MEDIA_URL_ALLOW_REDIRECTS", "0")
     environ.setdefault(tie.WORKER_ENV, "1")
     tie.allow_plugin(environ)
 

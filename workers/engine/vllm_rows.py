@@ -8,6 +8,7 @@ A row that succeeded is vLLM's own, byte for byte; one that failed has vLLM's id
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 def refused(request: Request, failure: Failure) -> Reply:
     """Write the row of a request that no handler of vLLM's saw."""
-    answered = http_error(failure, type_="BadRequestError")
+    type_ = "BadRequestError" if failure.kind.status < HTTPStatus.INTERNAL_SERVER_ERROR else "InternalServerError"
+    answered = http_error(failure, type_=type_)
     return Reply(failed_row(custom_id_of(request.line), failure, answered=answered), failure.kind)
 
 

@@ -1,6 +1,7 @@
 """A started vLLM and its endpoints: one request in, one row out.
 
 Owns: the way of a line through vLLM's handlers. Must not know: Celery, Redis, the store, versions of vLLM.
+What a request names by URL is fetched before vLLM sees it (`media`), so that vLLM opens no connection for it.
 On failure: what the request is to blame for is a row that failed; a dead engine is an `EngineDeadError`, an answer cut
 short an `EngineAbortedError`.
 
@@ -24,6 +25,7 @@ from pydantic_core import from_json
 from common.batch import has_nonfinite_number
 from common.errors import EngineAbortedError, EngineDeadError
 from common.failures import Failure, FailureKind, cut
+from workers.engine.media import Media
 from workers.engine.vllm_endpoints import find_endpoint
 from workers.engine.vllm_reasons import UNREADABLE, explain_unreadable
 from workers.engine.vllm_rows import failed, refused, succeeded, was_aborted
@@ -71,10 +73,19 @@ _aborts: ContextVar[list[str]] = ContextVar("aborts")
 class Serving:
     """A started engine and its endpoints: one request in, one row out."""
 
-    def __init__(self, vllm: Vllm, engine: Any, endpoints: Mapping[str, Endpoint], models: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        vllm: Vllm,
+        engine: Any,
+        endpoints: Mapping[str, Endpoint],
+        models: tuple[str, ...],
+        *,
+        media: Media | None = None,
+    ) -> None:
         self._unreadable = (*UNREADABLE, vllm.client_error)
         self._engine = engine
         self._endpoints = endpoints
+        self._media = media or Media()
         self.models = models
         self.urls = tuple(url for url, endpoint in endpoints.items() if endpoint.handler is not None)
         self.default_inflight = default_inflight(engine.vllm_config)
@@ -88,20 +99,11 @@ class Serving:
         """Answer one request; see `workers.engine.Engine.run`."""
         if self.errored:
             raise EngineDeadError
-        if has_nonfinite_number(request.line):
-            return refused(request, Failure(FailureKind.INVALID_REQUEST, "A number of the request is not finite."))
-        url = str(from_json(request.line)["url"])
-        endpoint = find_endpoint(self._endpoints, url)
-        if endpoint is None:
-            return refused(request, self._unsupported(f"The url {cut(url, MAX_URL_BYTES)!r} is not served"))
-        if endpoint.handler is None:
-            return refused(request, self._unsupported("The model does not support this endpoint"))
-        try:
-            parsed = endpoint.read(request.line)
-        except self._unreadable as exc:
-            return refused(request, Failure(FailureKind.INVALID_REQUEST, explain_unreadable(exc)))
+        pending = await self._take(request)
+        if isinstance(pending, Failure):
+            return refused(request, pending)
         _aborts.set([])
-        output = await self._await_answer(endpoint.ask(parsed))
+        output = await self._await_answer(pending)
         if output.error is not None:
             # A dead engine answers every request at once, and with an error.
             if self.errored:
@@ -110,6 +112,25 @@ class Serving:
         if _aborts.get() or was_aborted(output):
             raise EngineDeadError if self.errored else EngineAbortedError
         return succeeded(output)
+
+    async def _take(self, request: Request) -> Awaitable[Any] | Failure:
+        """The way to vLLM's answer, or why vLLM shall not see the request."""
+        if has_nonfinite_number(request.line):
+            return Failure(FailureKind.INVALID_REQUEST, "A number of the request is not finite.")
+        url = str(from_json(request.line)["url"])
+        endpoint = find_endpoint(self._endpoints, url)
+        if endpoint is None:
+            return self._unsupported(f"The url {cut(url, MAX_URL_BYTES)!r} is not served")
+        if endpoint.handler is None:
+            return self._unsupported("The model does not support this endpoint")
+        admitted = await self._media.admit(request)
+        if isinstance(admitted, Failure):
+            return admitted
+        try:
+            parsed = endpoint.read(admitted.line)
+        except self._unreadable as exc:
+            return Failure(FailureKind.INVALID_REQUEST, explain_unreadable(exc))
+        return endpoint.ask(parsed)
 
     async def _await_answer(self, pending: Awaitable[Any]) -> Any:
         task = asyncio.current_task()
