@@ -8,7 +8,8 @@ import os
 import pickle
 import shutil
 import subprocess
-from contextlib import closing
+import urllib.request
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +18,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from common import broker, keys
+from tests.deploy.conftest import TOP
 from tests.deploy.secureredis import PASSWORDS, SecureRedis
 from tests.invariants import assert_complete, chat_lines
 from tests.servers import START_S, Process, Workplace, free_port, wait_until
@@ -41,7 +43,7 @@ ADMIN = "user admin on nopass ~* &* +@all"
 def secure(server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureRedis]:
     """A Redis as we ship it, and a user more that may read what the server refused to others."""
     folder = tmp_path_factory.mktemp("redis")
-    files = shutil.copytree(os.path.join(os.path.dirname(__file__), "../../deploy/redis"), folder / "files")
+    files = shutil.copytree(TOP / "deploy/redis", folder / "files")
     with (files / "users.acl").open("a") as users:
         users.write(f"{ADMIN}\n")
     with SecureRedis(folder, environment={"REDIS_FILES": str(files)}) as started:
@@ -64,6 +66,7 @@ def place(secure: SecureRedis, tmp_path: Path) -> Iterator[Workplace]:
             tmp_path / "place",
             FLEET_BROKER_URL=secure.url("fleet"),
             FLEET_STORE=(tmp_path / "store").as_uri(),
+            PYTHONPATH=str(TOP),
             FLEET_DRAIN_S="5",
         )
     ) as made:
@@ -80,6 +83,13 @@ def start_fleet(place: Workplace, **environment: str) -> list[Process]:
     return fleet
 
 
+def scale(port: int) -> dict[str, Any]:
+    """The exporter's numbers; empty while there are none."""
+    with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/scale", timeout=5) as answer:
+        return dict(json.loads(answer.read()))
+    return {}
+
+
 def refused(secure: SecureRedis) -> list[tuple[str, str, str]]:
     """What the server refused, to whom."""
     with admin(secure) as client:
@@ -92,10 +102,15 @@ def test_a_fleet_with_flower_lives_under_its_users(secure: SecureRedis, place: W
     port = free_port()
     flower = place.start(
         "flower", "-m", "celery", "-A", "workers", "flower", "--address=127.0.0.1", f"--port={port}",
-        PYTHONPATH=os.getcwd(), FLEET_BROKER_URL=secure.url("flower"), CELERY_BROKER_URL=secure.url("flower"),
+        FLEET_BROKER_URL=secure.url("flower"), CELERY_BROKER_URL=secure.url("flower"),
         FLOWER_BASIC_AUTH="u:p",
     )  # fmt: skip
+    pages = free_port()
+    exporter = place.start(
+        "exporter", "-m", "workers", "exporter", "--port", str(pages), FLEET_BROKER_URL=secure.url("exporter")
+    )
     wait_until(lambda: "Events of group" in fleet[1].stderr, START_S, "Flower asked the worker for events")
+    wait_until(lambda: scale(pages).get("workers_ready") == 1, START_S, "the exporter saw the worker")
 
     lines = chat_lines(60)
     path = place.write("in.jsonl", lines)
@@ -104,7 +119,7 @@ def test_a_fleet_with_flower_lives_under_its_users(secure: SecureRedis, place: W
     batch_id = place.producer("submit", str(slow), "--detach").stdout.decode().strip()
     cancelled = place.producer("cancel", batch_id)
     listed = place.producer("status")
-    for each in (*fleet, flower):
+    for each in (*fleet, flower, exporter):
         each.stop()
 
     assert run.code == 0, run.stderr
@@ -155,6 +170,9 @@ SECRETS = [
     ("hgetall", "unacked"),
     ("hvals", "unacked"),
     ("hget", "unacked", "tag"),
+    ("hmget", "unacked", "tag"),
+    ("hmget", keys.rows("batch_x", 1, 0), "0"),
+    ("getrange", "gpu", "0", "-1"),
     ("hgetall", keys.rows("batch_x", 1, 0)),
     ("hget", keys.rows("batch_x", 1, 0), "0"),
     ("eval", "return redis.call('lindex', KEYS[1], 0)", "1", "gpu"),
@@ -336,6 +354,7 @@ def test_a_batch_runs_over_tls(encrypted: tuple[SecureRedis, str], tmp_path: Pat
             tmp_path / "place",
             FLEET_BROKER_URL=secure.url("fleet", options=trust),
             FLEET_STORE=(tmp_path / "store").as_uri(),
+            PYTHONPATH=str(TOP),
         )
     ) as place:
         fleet = start_fleet(place)
@@ -355,7 +374,10 @@ def test_a_certificate_that_nobody_vouches_for_is_refused(
     secure, _ = encrypted
     with closing(
         Workplace(
-            tmp_path / "place", FLEET_BROKER_URL=secure.url("fleet", options=options), FLEET_STORE=tmp_path.as_uri()
+            tmp_path / "place",
+            FLEET_BROKER_URL=secure.url("fleet", options=options),
+            FLEET_STORE=tmp_path.as_uri(),
+            PYTHONPATH=str(TOP),
         )
     ) as place:
         run = place.producer("submit", str(place.write("in.jsonl", chat_lines(1))))
