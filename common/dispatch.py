@@ -19,6 +19,7 @@ Rules that Celery 5.7 imposes (celery/backends/redis.py):
 from __future__ import annotations
 
 import uuid
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from kombu.common import maybe_declare
@@ -28,12 +29,13 @@ from common.messages import RequestMessages
 from common.settings import AGGREGATE_QUEUE
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from celery import Celery
 
     from common.batch import Run, Shard
-    from common.ledger import Ledger
+    from common.ledger import Ledger, Progress
+    from common.routes import Routes
     from common.store import ObjectStore
 
 #: Messages of one command to Redis, and their bytes: no worker waits for long behind it, and rows come early.
@@ -61,21 +63,14 @@ class Feeder:
     """Publishes the shards of one run, as the window allows. Calling `feed` too often is harmless."""
 
     def __init__(
-        self,
-        app: Celery,
-        ledger: Ledger,
-        store: ObjectStore,
-        run: Run,
-        *,
-        window: int,
-        queue: str,
+        self, app: Celery, ledger: Ledger, store: ObjectStore, run: Run, *, window: int, routes: Routes
     ) -> None:
         self._app = app
         self._ledger = ledger
         self._store = store
         self._run = run
         self._window = window
-        self._queue = queue
+        self._routes = routes
 
     def feed(self, at_most: int | None = None) -> int:
         """Publish shards until `window` requests are published and not finished; returns how many shards.
@@ -83,14 +78,14 @@ class Feeder:
         Unfinished requests count, not open shards: one straggler keeps its shard open and must not starve engines.
         """
         batch_id, run, shards = self._run.batch_id, self._run.number, self._run.shards
+        window = Window(self._ledger, self._window, self._routes)
         published = 0
         while published != at_most:
             progress = self._ledger.progress(batch_id, run)
             if progress is None or progress.closed:
                 break
             shard = shards[progress.frontier] if progress.frontier < len(shards) else None
-            # `before` requests lie before the frontier, so so many were published.
-            if shard is None or shard.before - progress.finished >= self._window:
+            if shard is None or window.is_full(shard, progress):
                 if not published:
                     self._assemble_if_sealed()
                 break
@@ -100,7 +95,9 @@ class Feeder:
                 continue  # another feeder took it
             if self._ledger.is_sealed(batch_id, run, shard.number):
                 continue  # done before Redis lost the run, and known from its part
-            publish_shard(self._app, self._store, self._run, shard, queue=self._queue)
+            sent = publish_shard(self._app, self._store, self._run, shard, routes=self._routes)
+            if not self._routes.single:
+                self._ledger.note_published(batch_id, run, sent)
             published += 1
         return published
 
@@ -111,8 +108,34 @@ class Feeder:
             send(self._app, broker.ASSEMBLE_BATCH, batch_id=run.batch_id, run=run.number)
 
 
-def publish_shard(app: Celery, store: ObjectStore, run: Run, shard: Shard, *, queue: str) -> None:
+class Window:
+    """How many requests of a run may be published and not finished.
+
+    At least twice what the live workers take at once, however small the setting. With several queues each may have a
+    window of its own, so that a model without workers does not starve the others; together they have as many windows as
+    there are queues, since a shard is published whole.
+    """
+
+    def __init__(self, ledger: Ledger, window: int, routes: Routes) -> None:
+        workers = [worker for worker in ledger.workers() if worker.engine and worker.state == "ready"]
+        self._requests = max(window, 2 * sum(worker.inflight for worker in workers))
+        # A single queue has but one window, and is not counted apart.
+        self._live = set() if routes.single else {worker.queue for worker in workers} & set(routes.queues)
+        self._most = self._requests * len(routes.queues)
+
+    def is_full(self, next_shard: Shard, progress: Progress) -> bool:
+        """Whether the next shard has to wait."""
+        # `before` requests lie before the frontier, so so many were published.
+        unfinished = next_shard.before - progress.finished
+        if unfinished < self._requests:
+            return False
+        return unfinished >= self._most or all(progress.unfinished(queue) >= self._requests for queue in self._live)
+
+
+def publish_shard(app: Celery, store: ObjectStore, run: Run, shard: Shard, *, routes: Routes) -> Counter[str]:
     """Send a shard's chord: its requests in order, and `seal_shard` when all of them returned their receipt.
+
+    Returns how many went to which queue.
 
     Raises kombu's `OperationalError` when the broker is away; messages that were flushed before stay.
     """
@@ -128,20 +151,25 @@ def publish_shard(app: Celery, store: ObjectStore, run: Run, shard: Shard, *, qu
             "kwargsrepr": f"{batch_id}/{number}/{shard.number}",
         },
     )
-    # Serialized once here instead of once per request.
-    messages = RequestMessages(app, run, shard, queue=queue, group_id=group_id, body=dict(body))
     app.backend.set_chord_size(group_id, shard.count)
-    _send_requests(
+
+    def messages(queue: str) -> RequestMessages:
+        # Serialized once here instead of once per request.
+        return RequestMessages(app, run, shard, queue=queue, group_id=group_id, body=dict(body))
+
+    return _send_requests(
         app,
-        queue,
+        messages,
         (
-            messages.fill(_derived_id(batch_id, number, shard.number, index), index, position, line)
-            for position, (index, line) in enumerate(_claims(store, run, shard))
+            (queue, _derived_id(batch_id, number, shard.number, index), index, position, line)
+            for position, (queue, index, line) in enumerate(_claims(store, run, shard, routes))
         ),
     )
 
 
-def republish(app: Celery, store: ObjectStore, run: Run, shard: Shard, indexes: Collection[int], *, queue: str) -> None:
+def republish(
+    app: Celery, store: ObjectStore, run: Run, shard: Shard, indexes: Collection[int], *, routes: Routes
+) -> None:
     """Send requests of a shard again, as plain tasks with fresh ids and no chord.
 
     Celery's chord keeps done marks and sizes that would swallow a second publishing. Whoever records the shard's last
@@ -150,37 +178,72 @@ def republish(app: Celery, store: ObjectStore, run: Run, shard: Shard, indexes: 
     if not indexes:
         send(app, broker.SEAL_SHARD, batch_id=run.batch_id, run=run.number, shard=shard.number)
         return
-    messages = RequestMessages(app, run, shard, queue=queue)
-    lines = (each for each in _claims(store, run, shard) if each[0] in indexes)
-    _send_requests(app, queue, (messages.fill(str(uuid.uuid4()), index, 0, line) for index, line in lines))
+    _send_requests(
+        app,
+        lambda queue: RequestMessages(app, run, shard, queue=queue),
+        (
+            (queue, str(uuid.uuid4()), index, 0, line)
+            for queue, index, line in _claims(store, run, shard, routes)
+            if index in indexes
+        ),
+    )
 
 
-def _send_requests(app: Celery, queue: str, messages: Iterator[bytes]) -> None:
-    """Send messages in order, a few hundred at a time. Raises kombu's `OperationalError`."""
+def _send_requests(
+    app: Celery,
+    make: Callable[[str], RequestMessages],
+    requests: Iterator[tuple[str, str, int, int, str | tuple[int, int, int]]],
+) -> Counter[str]:
+    """Send requests in order, a few hundred at a time: queue, task id, index, position, and line or place, each.
+
+    `make` makes a queue's messages. Returns how many went to which queue. Raises kombu's `OperationalError`.
+    """
+    sent: Counter[str] = Counter()
+    templates: dict[str, RequestMessages] = {}
+    waiting: dict[str, list[bytes]] = {}
     with app.producer_pool.acquire(block=True) as producer:
-        maybe_declare(app.amqp.queues[queue], producer.channel)
-        waiting: list[bytes] = []
-        size = 0
-        for message in messages:
-            waiting.append(message)
-            size += len(message)
-            if len(waiting) >= PUBLISH_BATCH or size >= PUBLISH_BYTES:
-                producer.channel.push(queue, waiting)
-                waiting, size = [], 0
-        if waiting:
-            producer.channel.push(queue, waiting)
+
+        def push() -> None:
+            for queue, messages in waiting.items():
+                producer.channel.push(queue, messages)
+            waiting.clear()
+
+        size = count = 0
+        for queue, task_id, index, position, line in requests:
+            if queue not in templates:
+                maybe_declare(app.amqp.queues[queue], producer.channel)
+                templates[queue] = make(queue)
+            message = templates[queue].fill(task_id, index, position, line)
+            waiting.setdefault(queue, []).append(message)
+            sent[queue] += 1
+            count, size = count + 1, size + len(message)
+            if count >= PUBLISH_BATCH or size >= PUBLISH_BYTES:
+                push()
+                size = count = 0
+        push()
+    return sent
 
 
-def _claims(store: ObjectStore, run: Run, shard: Shard) -> Iterator[tuple[int, str | tuple[int, int, int]]]:
-    """The index of each request, and what its message carries: its line, or where a large one lies (source, bytes)."""
+def shard_queues(store: ObjectStore, run: Run, shard: Shard, routes: Routes) -> dict[int, str]:
+    """The queue of each request of a shard, by index."""
+    if routes.single:
+        return dict.fromkeys(shard.indexes, routes.default)
+    return {index: routes.queue_of_line(line) for index, line in shard_lines(store, run, shard)}
+
+
+def _claims(
+    store: ObjectStore, run: Run, shard: Shard, routes: Routes
+) -> Iterator[tuple[str, int, str | tuple[int, int, int]]]:
+    """Queue and index of each request, and what its message carries: its line, or where a large one lies."""
     offset = 0
     wanted = shard.indexes if isinstance(shard.indexes, range) else frozenset(shard.indexes)
     with store.open(layout.shard_input(run.batch_id, shard.source)) as file:
         for index, raw in enumerate(file, start=shard.first):
             line = raw.rstrip(b"\n")
             if index in wanted:
+                queue = routes.default if routes.single else routes.queue_of_line(line.decode("utf-8"))
                 inline = len(line) <= INLINE_BYTES
-                yield index, line.decode("utf-8") if inline else (shard.source, offset, len(line))
+                yield queue, index, line.decode("utf-8") if inline else (shard.source, offset, len(line))
             offset += len(raw)
 
 

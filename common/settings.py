@@ -43,6 +43,8 @@ class FleetSettings(BaseSettings):
     shard_size: int = Field(default=MAX_SHARD_SIZE, ge=1, le=MAX_SHARD_SIZE)
     #: Requests of a batch that may be published and not finished.
     window: int = Field(default=16_384, ge=1)
+    #: Queues of models, `MODEL=QUEUE,…`; a model that is not named goes to the queue `gpu`. Producers and aggregators.
+    routes: str = ""
     #: Seconds for which a delivery is its worker's, renewed several times while the worker lives. A chord whose body
     #: is being sent claims it for up to 21 s; a lease below that leaves such a loss to the watchdog.
     lease_s: float = Field(default=DEFAULT_LEASE_S, gt=0)

@@ -28,6 +28,7 @@ from common.errors import (
 )
 from common.failures import FailureKind
 from common.ledger import Ledger
+from common.routes import Routes
 from common.runs import BatchState, newest_run, read_end, read_manifest, state_of
 from common.settings import FleetSettings, ProducerSettings, WorkerSettings, load
 from common.store import open_store
@@ -49,6 +50,7 @@ from producer.submission import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from common.batch import Run
     from common.store import ObjectStore
 
 
@@ -408,6 +410,9 @@ def _status(options: argparse.Namespace, _: list[str]) -> int:
         return EXIT_OK
     for state in states:
         print_result(_line(state))
+    if ledger is not None:
+        for line in _queue_lines(ledger, Routes.parse(load(FleetSettings).routes), [state.run for state in states]):
+            print_result(line)
     for worker in ledger.workers() if ledger is not None else ():
         if not worker.engine:
             print_result(f"aggregator {worker.worker_id}")
@@ -417,6 +422,22 @@ def _status(options: argparse.Namespace, _: list[str]) -> int:
             f"serves {', '.join(worker.models) or '-'}, {worker.inflight} in flight at most"
         )
     return EXIT_OK
+
+
+def _queue_lines(ledger: Ledger, routes: Routes, runs: Sequence[Run]) -> Iterator[str]:
+    """What waits in each queue, and for which models; nothing where there is but one queue."""
+    if routes.single:
+        return
+    heads = [ledger.progress(run.batch_id, run.number) for run in runs]
+    workers = ledger.workers()
+    for queue in routes.queues:
+        unfinished = sum(head.unfinished(queue) for head in heads if head is not None)
+        ready = sum(worker.queue == queue and worker.state == "ready" for worker in workers)
+        models = ", ".join(routes.models_of(queue)) or "every other model"
+        yield (
+            f"queue {queue}  for {models}: {ledger.queue_length(queue)} waiting, "
+            f"{unfinished} published and not finished, {ready} workers ready"
+        )
 
 
 def _list(options: argparse.Namespace, _: list[str]) -> int:

@@ -31,6 +31,7 @@ from common.errors import (
     UsageError,
 )
 from common.ledger import Ledger
+from common.routes import Routes
 from common.runs import (
     BatchState,
     failed_indexes,
@@ -46,7 +47,7 @@ from common.runs import (
     write_end,
     write_ending,
 )
-from common.settings import AGGREGATE_QUEUE, GPU_QUEUE
+from common.settings import AGGREGATE_QUEUE
 from common.store import store_id
 from producer import intake
 from producer.interrupts import signals_deferred
@@ -113,7 +114,12 @@ class Fleet:
 
     def feeder(self, run: Run) -> Feeder:
         """A feeder of the run."""
-        return Feeder(self.app, self.ledger, self.store, run, window=self.settings.window, queue=GPU_QUEUE)
+        return Feeder(self.app, self.ledger, self.store, run, window=self.settings.window, routes=self.routes)
+
+    @property
+    def routes(self) -> Routes:
+        """Where requests go."""
+        return Routes.parse(self.settings.routes)
 
 
 def other_store(beats: Sequence[WorkerBeat], own_id: str) -> WorkerBeat | None:
@@ -243,7 +249,7 @@ def wait(
     `on_poll` is called on every look; what it raises ends the wait.
     """
     follower = _Follower(fleet.store, run, destination)
-    hint = _WorkerHint(fleet)
+    hint = _WorkerHint(fleet, run)
     poll_s = REMOTE_POLL_S if fleet.store.local_path("") is None else POLL_S
     while True:
         if on_poll is not None:
@@ -327,8 +333,10 @@ class _Follower:
 class _WorkerHint:
     """Says what is missing when nobody works."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, run: Run) -> None:
         self._ledger = fleet.ledger
+        self._run = run
+        self._routes = fleet.routes
         self._store = fleet.store
         self._store_id = ""
         self._since = time.monotonic()
@@ -342,17 +350,14 @@ class _WorkerHint:
             return self._note
         self._next_look = at + 1.0
         beats = self._ledger.workers()
-        workers = [beat for beat in beats if beat.queue == GPU_QUEUE]
         waited_s = at - self._since
         self._store_id = self._store_id or store_id(self._store)
         stranger = other_store(beats, self._store_id)
         if stranger is not None:
             self._note = f"the aggregator {stranger.worker_id} works on {stranger.store}, not on {self._store.uri}"
             return self._note
-        if runs and not workers:
-            self._note = f"waiting for a worker: none serves the queue {GPU_QUEUE!r} ({waited_s:.0f} s)"
-        elif runs and not any(worker.state == "ready" for worker in workers):
-            self._note = f"waiting for the engine to load ({waited_s:.0f} s)"
+        if runs and (missing := self._missing_workers(beats)):
+            self._note = f"{missing} ({waited_s:.0f} s)"
         elif not any(beat.queue == AGGREGATE_QUEUE for beat in beats):
             self._note = f"waiting for an aggregator: start `worker aggregate` ({waited_s:.0f} s)"
         elif trouble := next((beat.trouble for beat in beats if beat.trouble), ""):
@@ -364,6 +369,25 @@ class _WorkerHint:
         if waited_s <= NO_WORKER_S:
             self._note = ""
         return self._note
+
+    def _missing_workers(self, beats: Sequence[WorkerBeat]) -> str:
+        """What is waited for, where a queue with requests of the run has no ready worker."""
+        loading = ""
+        for queue in self._queues_in_use():
+            workers = [beat for beat in beats if beat.queue == queue]
+            if not workers:
+                models = ", ".join(self._routes.models_of(queue))
+                return f"waiting for a worker: none serves the queue {queue!r}{models and f' (of {models})'}"
+            if not any(worker.state == "ready" for worker in workers):
+                loading = "waiting for the engine to load"
+        return loading
+
+    def _queues_in_use(self) -> Sequence[str]:
+        """The queues with unfinished requests of the run, as far as they are published."""
+        if self._routes.single:
+            return self._routes.queues
+        progress = self._ledger.progress(self._run.batch_id, self._run.number)
+        return [queue for queue in self._routes.queues if progress is not None and progress.unfinished(queue) > 0]
 
 
 def manifests(store: ObjectStore) -> Iterator[Manifest]:
@@ -417,4 +441,4 @@ def take_up(fleet: Fleet, run: Run) -> None:
     for shard in run.shards[:frontier]:
         if shard.number not in sealed:
             missing = fleet.ledger.missing(run.batch_id, run.number, shard.number, shard.indexes)
-            republish(fleet.app, fleet.store, run, shard, missing, queue=GPU_QUEUE)
+            republish(fleet.app, fleet.store, run, shard, missing, routes=fleet.routes)

@@ -232,6 +232,8 @@ class LocalFleet:
             "FLEET_BROKER_URL": self.broker_url,
             "FLEET_STORE": self._store_uri,
             "FLEET_QUEUE": GPU_QUEUE,
+            # All workers of a local fleet serve the same.
+            "FLEET_ROUTES": "",
             # Nobody waits for a fleet that is being ended; what runs is run again by the same command.
             "FLEET_DRAIN_S": "0",
             "FLEET_WORKERS_ON_HOST": str(self._workers),

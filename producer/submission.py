@@ -184,7 +184,7 @@ class Submission:
         with self._destination() as destination:
             try:
                 with local:
-                    settings = self._settings.model_copy(update={"broker_url": local.broker_url})
+                    settings = self._settings.model_copy(update={"broker_url": local.broker_url, "routes": ""})
                     fleet = control.Fleet.connect(settings, self._store)
                     run = self._durable(progress, batch_id, fleet.ledger)
                     if self._attached is not None:

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
     from common.batch import Run, Shard
     from common.ledger import Address, Ledger
+    from common.routes import Routes
     from common.store import ObjectStore
 
 logger = logging.getLogger("fleet.aggregate")
@@ -82,12 +83,12 @@ _RUNS = 64
 class Aggregator:
     """Seals, assembles and feeds over one store and one ledger."""
 
-    def __init__(self, app: Celery, store: ObjectStore, ledger: Ledger, *, window: int, queue: str) -> None:
+    def __init__(self, app: Celery, store: ObjectStore, ledger: Ledger, *, window: int, routes: Routes) -> None:
         self._app = app
         self._store = store
         self._ledger = ledger
         self._window = window
-        self._queue = queue
+        self._routes = routes
         self._runs: dict[tuple[str, int], Run] = {}
         self._relief = threading.Lock()
         self._relieved: dict[str, float] = {}
@@ -163,7 +164,7 @@ class Aggregator:
             return 0
         if self._ledger.memory_share() > SOFT_LIMIT:
             self.relieve(batch_id, number)
-        return Feeder(self._app, self._ledger, self._store, run, window=self._window, queue=self._queue).feed()
+        return Feeder(self._app, self._ledger, self._store, run, window=self._window, routes=self._routes).feed()
 
     def _goes_wrong(self, run: Run) -> bool:
         """Whether more rows of the file's run have failed than its submitter wants to see."""

@@ -20,7 +20,8 @@ from common import broker
 from common.dispatch import send
 from common.errors import UsageError
 from common.ledger import Address, Ledger, new_worker_id
-from common.settings import AGGREGATE_QUEUE, GPU_QUEUE, WorkerSettings, load
+from common.routes import Routes
+from common.settings import AGGREGATE_QUEUE, WorkerSettings, load
 from common.store import open_store
 from common.transport import Transport
 from workers import tasks
@@ -111,9 +112,14 @@ class FleetApp:
         )
 
     @cached_property
+    def routes(self) -> Routes:
+        """Where requests go."""
+        return Routes.parse(self.settings.routes)
+
+    @cached_property
     def aggregator(self) -> Aggregator:
         """The aggregator over the settings' store."""
-        return Aggregator(self._app, self.store, self.ledger, window=self.settings.window, queue=GPU_QUEUE)
+        return Aggregator(self._app, self.store, self.ledger, window=self.settings.window, routes=self.routes)
 
     @cached_property
     def watchdog(self) -> Watchdog:
@@ -124,7 +130,7 @@ class FleetApp:
             self.ledger,
             self.aggregator,
             lease_s=self.settings.lease_s,
-            queue=GPU_QUEUE,
+            routes=self.routes,
         )
 
     @cached_property

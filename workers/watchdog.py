@@ -37,7 +37,7 @@ from kombu.exceptions import OperationalError
 
 from common import broker, layout
 from common.batch import BatchStatus
-from common.dispatch import republish, send
+from common.dispatch import republish, send, shard_queues
 from common.errors import FleetError, NoSuchBatchError, ObjectMissingError
 from common.ledger import WorkerBeat, new_worker_id
 from common.runs import (
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 
     from common.batch import Run, Shard
     from common.ledger import Ledger
+    from common.routes import Routes
     from common.store import ObjectStore
     from workers.aggregate import Aggregator
 
@@ -84,7 +85,7 @@ TROUBLE_S = 60.0
 
 @dataclass
 class _Gap:
-    """A shard with requests that are neither recorded nor running."""
+    """Requests of a shard, on one queue, that are neither recorded nor running."""
 
     since: float
     wait_s: float
@@ -104,7 +105,10 @@ class _Open:
 class _Watched:
     """What the last looks saw of one batch."""
 
-    gaps: dict[int, _Gap] = field(default_factory=dict)
+    #: By shard and queue.
+    gaps: dict[tuple[int, str], _Gap] = field(default_factory=dict)
+    #: The queue of each request of a shard, where requests go to several.
+    queues: dict[int, dict[int, str]] = field(default_factory=dict)
     open: dict[int, _Open] = field(default_factory=dict)
     full: set[int] = field(default_factory=set)
 
@@ -148,7 +152,7 @@ class Watchdog:
         aggregator: Aggregator,
         *,
         lease_s: float,
-        queue: str,
+        routes: Routes,
         spill_after_s: float = SPILL_AFTER_S,
     ) -> None:
         self._app = app
@@ -157,7 +161,7 @@ class Watchdog:
         self._aggregator = aggregator
         self._lease_s = lease_s
         self._spill_after_s = spill_after_s
-        self._queue = queue
+        self._routes = routes
         self._who = new_worker_id()
         #: An aggregator has a heartbeat too, so that a waiting producer can say when there is none.
         self._beat = WorkerBeat(self._who, "ready", "", (), AGGREGATE_QUEUE, 0, store.uri)
@@ -292,23 +296,36 @@ class Watchdog:
 
     def _fill_gaps(self, run: Run, unrecorded: list[tuple[Shard, set[int]]], watched: _Watched) -> None:
         gaps = {}
-        queue = _QueueLook(self._app, self._ledger, self._queue)
+        looks = {queue: _QueueLook(self._app, self._ledger, queue) for queue in self._routes.queues}
         for shard, indexes in unrecorded:
             missing = indexes - self._ledger.running(run.batch_id, run.number, shard.number)
-            if not missing:
-                continue
-            gap = watched.gaps.get(shard.number) or _Gap(time.monotonic(), 2 * self._lease_s + SWEEP_S)
-            gaps[shard.number] = gap
-            if not queue.has_workers or not self._queue_passed(gap, queue):
-                gap.since = time.monotonic()
-            elif time.monotonic() - gap.since >= gap.wait_s:
-                logger.warning(
-                    "%d requests of shard %d of %s got lost: sending them again",
-                    len(missing), shard.number, run.batch_id,
-                )  # fmt: skip
-                republish(self._app, self._store, run, shard, missing, queue=self._queue)
-                gaps[shard.number] = _Gap(time.monotonic(), 2 * gap.wait_s)
+            for queue, lost in self._by_queue(run, shard, missing, watched).items():
+                key = shard.number, queue
+                gap = gaps[key] = watched.gaps.get(key) or _Gap(time.monotonic(), 2 * self._lease_s + SWEEP_S)
+                if not looks[queue].has_workers or not self._queue_passed(gap, looks[queue]):
+                    gap.since = time.monotonic()
+                elif time.monotonic() - gap.since >= gap.wait_s:
+                    logger.warning(
+                        "%d requests of shard %d of %s got lost: sending them again",
+                        len(lost), shard.number, run.batch_id,
+                    )  # fmt: skip
+                    republish(self._app, self._store, run, shard, lost, routes=self._routes)
+                    gaps[key] = _Gap(time.monotonic(), 2 * gap.wait_s)
         watched.gaps = gaps
+        still = {number for number, _ in gaps}
+        watched.queues = {number: queues for number, queues in watched.queues.items() if number in still}
+
+    def _by_queue(self, run: Run, shard: Shard, indexes: set[int], watched: _Watched) -> dict[str, set[int]]:
+        """Requests of a shard by their queue. Which goes where is read from their lines once, and kept."""
+        if self._routes.single or not indexes:
+            return {self._routes.default: indexes} if indexes else {}
+        queues = watched.queues.get(shard.number)
+        if queues is None:
+            queues = watched.queues[shard.number] = shard_queues(self._store, run, shard, self._routes)
+        found: dict[str, set[int]] = {}
+        for index in indexes:
+            found.setdefault(queues[index], set()).add(index)
+        return found
 
     def _queue_passed(self, gap: _Gap, queue: _QueueLook) -> bool:
         """Whether the queue has passed what was sent to it before the gap was seen."""

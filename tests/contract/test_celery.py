@@ -19,6 +19,7 @@ from common import broker, layout
 from common.batch import Run, Shard, first_run
 from common.dispatch import publish_shard, republish
 from common.messages import RequestMessages
+from common.routes import Routes
 from common.store import LocalStore
 from common.transport import Transport
 from producer import control, intake
@@ -77,7 +78,7 @@ def queued(app: Celery, queue: str) -> list[dict[str, Any]]:
 
 def published(app: Celery, store: LocalStore, folder: Path, lines: list[str]) -> list[dict[str, Any]]:
     run = durable(store, folder, lines)
-    publish_shard(app, store, run, run.shards[0], queue="gpu")
+    publish_shard(app, store, run, run.shards[0], routes=Routes())
     return queued(app, "gpu")
 
 
@@ -114,9 +115,9 @@ def test_a_hand_made_message_is_what_send_task_sends(
     run = durable(store, tmp_path, lines)
     shard = run.shards[0]
     if chorded:
-        publish_shard(app, store, run, shard, queue="gpu")
+        publish_shard(app, store, run, shard, routes=Routes())
     else:
-        republish(app, store, run, shard, shard.indexes, queue="gpu")
+        republish(app, store, run, shard, shard.indexes, routes=Routes())
     ours = [json.loads(raw) for raw in reversed(app.test_server.client.lrange("gpu", 0, -1))]
 
     assert len(ours) == len(lines)
@@ -169,7 +170,7 @@ def test_the_messages_of_a_shard_go_out_before_all_are_made(
         return fill(*args)
 
     monkeypatch.setattr(RequestMessages, "fill", watched)
-    publish_shard(app, store, run, run.shards[0], queue="gpu")
+    publish_shard(app, store, run, run.shards[0], routes=Routes())
 
     assert seen == [0, 0, 0, 0, 4, 4, 6, 6]
     assert [message["body"][1]["index"] for message in queued(app, "gpu")] == list(range(8))
@@ -180,8 +181,8 @@ def test_a_large_line_stays_in_the_batch_directory(app: Celery, store: LocalStor
     large = [chat_line(f"large-{number}", "é🙂\u2028" * 20_000) for number in range(2)]
     lines = [chat_line("first", "é"), large[0], chat_line("between", "é"), large[1]]
     run = durable(store, tmp_path, lines)
-    publish_shard(app, store, run, run.shards[0], queue="gpu")
-    republish(app, store, run, run.shards[0], {1, 2}, queue="gpu")
+    publish_shard(app, store, run, run.shards[0], routes=Routes())
+    republish(app, store, run, run.shards[0], {1, 2}, routes=Routes())
 
     assert all(len(raw) < 4096 for raw in app.test_server.client.lrange("gpu", 0, -1))
     carried = [message["body"][1]["line"] for message in queued(app, "gpu")]
@@ -195,7 +196,7 @@ def test_a_large_line_stays_in_the_batch_directory(app: Celery, store: LocalStor
 def test_the_ids_of_a_shard_derive_from_its_place(app: Celery, store: LocalStore, tmp_path: Path) -> None:
     run = durable(store, tmp_path, chat_lines(3))
     for _ in range(2):
-        publish_shard(app, store, run, run.shards[0], queue="gpu")
+        publish_shard(app, store, run, run.shards[0], routes=Routes())
 
     ids = [message["headers"]["id"] for message in queued(app, "gpu")]
 
@@ -305,8 +306,8 @@ def test_receipts_of_several_chords_and_of_none_are_counted_together(
 ) -> None:
     first = published(app, store, tmp_path, chat_lines(2))
     run = durable(store, tmp_path, chat_lines(3))
-    republish(app, store, run, run.shards[0], {0}, queue="gpu")
-    publish_shard(app, store, run, run.shards[0], queue="gpu")
+    republish(app, store, run, run.shards[0], {0}, routes=Routes())
+    publish_shard(app, store, run, run.shards[0], routes=Routes())
     plain, *second = queued(app, "gpu")[2:]
 
     Receipts(app.backend).count(parts([first[0], second[0], plain, second[2], first[1], second[1]]))
@@ -334,7 +335,7 @@ def test_republished_requests_are_plain_tasks_with_fresh_ids(app: Celery, store:
     run = durable(store, tmp_path, chat_lines(4))
 
     for _ in range(2):
-        republish(app, store, run, run.shards[0], {1, 3}, queue="gpu")
+        republish(app, store, run, run.shards[0], {1, 3}, routes=Routes())
 
     messages = queued(app, "gpu")
     assert [message["body"][1]["index"] for message in messages] == [1, 3, 1, 3]
@@ -345,7 +346,7 @@ def test_republished_requests_are_plain_tasks_with_fresh_ids(app: Celery, store:
 def test_a_shard_without_missing_requests_is_sent_to_be_sealed(app: Celery, store: LocalStore, tmp_path: Path) -> None:
     run = durable(store, tmp_path, chat_lines(4))
 
-    republish(app, store, run, run.shards[0], set(), queue="gpu")
+    republish(app, store, run, run.shards[0], set(), routes=Routes())
 
     (message,) = queued(app, "aggregate")
     assert message["headers"]["task"] == broker.SEAL_SHARD
@@ -384,7 +385,7 @@ def test_a_line_travels_as_the_very_string(app: Celery, store: LocalStore, tmp_p
 def test_no_header_of_a_message_holds_the_prompt(app: Celery, store: LocalStore, tmp_path: Path) -> None:
     messages = published(app, store, tmp_path, [chat_line("a", SENTINEL)])
     run = durable(store, tmp_path, [chat_line("a", SENTINEL)])
-    republish(app, store, run, run.shards[0], {0}, queue="gpu")
+    republish(app, store, run, run.shards[0], {0}, routes=Routes())
     finish(app, messages[0])
 
     for message in (*queued(app, "gpu"), *queued(app, "aggregate")):
@@ -486,7 +487,7 @@ def test_a_shard_names_its_requests_from_its_first_one(app: Celery, store: Local
     run = durable(store, tmp_path, chat_lines(40))
     assert run.manifest.counts == (16, 16, 8)
 
-    publish_shard(app, store, run, run.shards[2], queue="gpu")
+    publish_shard(app, store, run, run.shards[2], routes=Routes())
 
     assert run.shards[2] == Shard(number=2, before=32, source=2, first=32, indexes=range(32, 40))
     assert [message["body"][1]["index"] for message in queued(app, "gpu")] == list(range(32, 40))

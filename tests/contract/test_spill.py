@@ -10,6 +10,7 @@ from common import layout
 from common.batch import BatchStatus, first_run
 from common.errors import HoleError
 from common.ledger import Address, Claim, Ledger, Row, Verdict
+from common.routes import Routes
 from common.runs import restore, state_of, write_ending
 from common.spill import spill_shard, spilled_rows
 from common.store import LocalStore
@@ -48,7 +49,7 @@ class Spilling:
         self.run: Run = first_run(manifest)
         assert self.run.shards[0].count == 40
         self.shard = self.run.shards[0]
-        self.aggregator = Aggregator(None, self.store, self.ledger, window=100, queue="gpu")  # type: ignore[arg-type]  # sends nothing
+        self.aggregator = Aggregator(None, self.store, self.ledger, window=100, routes=Routes())  # type: ignore[arg-type]  # sends nothing
         restore(self.store, self.ledger, self.run, window=100)
 
     def record(self, *indexes: int, text: str = "text") -> list[Verdict]:
@@ -177,7 +178,7 @@ def test_the_watchdog_spills_what_a_straggler_keeps_open(batch: Spilling) -> Non
         batch.ledger,
         batch.aggregator,
         lease_s=60,
-        queue="gpu",
+        routes=Routes(),
         spill_after_s=0.0,  # type: ignore[arg-type]  # sends nothing
     )
     for shard in batch.run.shards:

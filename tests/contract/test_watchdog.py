@@ -15,6 +15,7 @@ import pytest
 from common import broker, layout
 from common.batch import first_run
 from common.ledger import Address, Ledger, Row, WorkerBeat
+from common.routes import Routes
 from common.runs import restore
 from common.store import LocalStore
 from producer import control, intake
@@ -47,8 +48,8 @@ class Bench:
         self.app: Celery = broker.make_app(server.url)
         self.store = LocalStore(folder / "store")
         self.ledger = Ledger(self.client)
-        aggregator = Aggregator(self.app, self.store, self.ledger, window=16, queue="gpu")
-        self.watchdog = Watchdog(self.app, self.store, self.ledger, aggregator, lease_s=0.0, queue="gpu")
+        aggregator = Aggregator(self.app, self.store, self.ledger, window=16, routes=Routes())
+        self.watchdog = Watchdog(self.app, self.store, self.ledger, aggregator, lease_s=0.0, routes=Routes())
         source = folder / "in.jsonl"
         source.write_text("".join(f"{line}\n" for line in chat_lines(3)))
         checked = intake.check("in.jsonl", str(source))

@@ -38,8 +38,9 @@ def paced(server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fle
     )
     try:
         servers.aggregator()
-        servers.worker()
-        servers.worker()
+        # Few in flight: a window is never less than twice what the live workers take.
+        servers.worker("--max-inflight", "8")
+        servers.worker("--max-inflight", "8")
         yield servers
     finally:
         servers.close()

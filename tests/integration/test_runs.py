@@ -10,6 +10,7 @@ import pytest
 from common import layout
 from common.batch import FIRST_RUN, BatchStatus, RequestCounts, RunEnd, Usage, first_run
 from common.ledger import Ledger
+from common.routes import Routes
 from common.runs import newest_run, read_end, read_manifest, start_run, state_of, write_end
 from common.store import LocalStore
 from producer import control, intake
@@ -308,7 +309,7 @@ def test_a_later_run_is_assembled_again_after_a_death_before_its_end(
         with store.writing(layout.part(run.batch_id, run.number, shard.number)) as part:
             for index in shard.indexes:
                 part.write(row(index, failed=index == 3, text="new"))
-    aggregator = Aggregator(None, store, ledger, window=100, queue="gpu")  # type: ignore[arg-type]  # it sends nothing
+    aggregator = Aggregator(None, store, ledger, window=100, routes=Routes())  # type: ignore[arg-type]  # it sends nothing
 
     end = aggregator.assemble_batch(run.batch_id, 2)
     output = store.read(layout.output(run.batch_id, 2))
