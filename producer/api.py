@@ -1,0 +1,298 @@
+"""The producer from Python: `submit` and `Batch`, over the same functions as the command line.
+
+Owns: the objects that a program holds. Must not know: argparse, terminals, exit codes.
+On failure: raises `FleetError`s, `InputRefusedError` with its `problems` among them; nothing was queued then. Once
+`submit` has returned the batch is durable, and goes on in the fleet whatever becomes of the program; a local batch
+stops with its fleet, and the same `submit` goes on with it.
+
+    submit ──▶ Batch ──results()──▶ rows, in the input's order, as they are sealed
+                 │ wait(), status(), cancel()
+                 ▼ close(), or leaving the `with` block: a local fleet ends
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+import time
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from pydantic_core import from_json
+
+from common import layout
+from common.batch import CLOSED, FIRST_RUN, batch_object, first_run
+from common.errors import ObjectMissingError, UsageError
+from common.runs import newest_run, now, read_manifest, state_of_run
+from common.settings import FleetSettings, ProducerSettings, WorkerSettings, load
+from common.store import open_store
+from producer import control, intake, sources
+from producer.local import LocalFleet, state_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from common.batch import Manifest, Run
+    from common.runs import BatchState
+    from common.store import ObjectStore
+
+#: A request line: as text, as bytes, or as the object that it is.
+Line = str | bytes | dict[str, Any]
+
+
+def submit(
+    source: str | os.PathLike[str] | Iterable[Line],
+    *,
+    local: bool = False,
+    model: str | None = None,
+    engine: str = "vllm",
+    engine_args: Sequence[str] = (),
+    workers: int = 1,
+    new: bool = False,
+    expires_s: int | None = None,
+    fail_after: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Batch:
+    """Submit a file, a URL, or lines; returns once the batch is durable and its first requests are published.
+
+    Without `new`, requests whose batch is open attach to that batch. `local` runs everything on this machine, with
+    `workers` processes that serve `model` on `engine` with the engine's own `engine_args`; close the batch, or use it
+    as a context manager, to end them. `expires_s` is in seconds, `fail_after` in failed rows. `settings` win over the
+    environment, by the names of `FLEET_*` in lower case: `{"store": "file:///srv/fleet"}`.
+
+    Raises `InputRefusedError`, `UsageError`, `BrokerUnavailableError`, `StoreUnavailableError`.
+    """
+    chosen = _settings(settings or {}, local=local, model=model, workers=workers)
+    store = open_store(chosen.store, s3_endpoint=chosen.s3_endpoint)
+    limits = load(ProducerSettings)
+    depends_on = [engine, model or "", *engine_args] if local else []
+    with _source(source, limits) as staged:
+        checked = intake.check(staged.shown, staged.path, limits=limits)
+        digest = intake.batch_digest(checked, depends_on)
+        attached = None if new else control.find_open(store, digest)
+
+        def durable(batch_id: str | None) -> Manifest:
+            if attached is not None:
+                return attached
+            return control.write_batch(
+                store,
+                checked,
+                digest=digest,
+                max_shard_size=chosen.shard_size,
+                batch_id=batch_id,
+                new=new,
+                expires_at=None if expires_s is None else now() + expires_s,
+                fail_after=fail_after,
+            )
+
+        if checked.total == 0:
+            return Batch(store, None, first_run(durable(None)))
+        if not local:
+            fleet = control.Fleet.connect(chosen, store)
+            fleet.refuse_other_store()
+            run = first_run(durable(None))
+            control.start(fleet, run)
+            return Batch(store, fleet, run)
+        batch_id = attached.batch_id if attached is not None else layout.new_batch_id()
+        processes = LocalFleet(
+            batch_id,
+            store_uri=chosen.store,
+            model=model or "",
+            engine=engine,
+            workers=workers,
+            engine_args=list(engine_args),
+        )
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(processes)
+            here = chosen.model_copy(update={"broker_url": processes.broker_url, "routes": ""})
+            fleet = control.Fleet.connect(here, store)
+            run = first_run(durable(batch_id))
+            if run.batch_id != batch_id:
+                raise UsageError(f"another producer is running these requests as {run.batch_id} on this machine")
+            if attached is not None:
+                control.take_up(fleet, run)
+            control.start(fleet, run)
+            batch = Batch(store, fleet, run, processes)
+            stack.pop_all()  # the batch ends them now
+        return batch
+
+
+class Batch:
+    """A batch in a fleet, or in a local one. Made by `submit` and `Batch.find`."""
+
+    def __init__(
+        self, store: ObjectStore, fleet: control.Fleet | None, run: Run, local: LocalFleet | None = None
+    ) -> None:
+        self._store = store
+        self._fleet = fleet
+        self._run = run
+        self._local = local
+        # Also when nobody closes it: a local fleet must not outlive the program that started it.
+        self._ended = weakref.finalize(self, local.stop) if local is not None else None
+
+    @classmethod
+    def find(cls, batch_id: str, *, settings: Mapping[str, Any] | None = None) -> Self:
+        """A batch of the fleet by its id, with its newest run. Raises `NoSuchBatchError`, `UsageError`."""
+        chosen = _load(settings or {}).with_store()
+        store = open_store(chosen.store, create=False, s3_endpoint=chosen.s3_endpoint)
+        run = newest_run(store, read_manifest(store, layout.checked_batch_id(batch_id)))
+        return cls(store, control.Fleet.connect(chosen, store), run)
+
+    @property
+    def id(self) -> str:
+        """The batch's id."""
+        return self._run.batch_id
+
+    def status(self) -> dict[str, Any]:
+        """The batch in the shape of the OpenAI Batch object; `output_file_id` names the rows once it is closed."""
+        state = self._state()
+        closed = state.status in CLOSED
+        where = f"{self._store.uri}/{layout.output(self.id, self._run.number)}"
+        return batch_object(
+            state.manifest,
+            state.status,
+            state.counts,
+            state.usage,
+            closed_at=state.closed_at,
+            output=where if closed else None,
+        )
+
+    def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """Wait until the batch is closed; returns its final object. Raises `TimeoutError`: the batch goes on then."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+
+        def look() -> None:
+            self._look_after()
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"{self.id} is not closed after {timeout_s:g} s")
+
+        if self._fleet is not None and self._state().status not in CLOSED:
+            control.wait(self._fleet, self._run, None, _Silent(), on_poll=look)
+        self._end_local()
+        return self.status()
+
+    def results(self) -> Iterator[dict[str, Any]]:
+        """The rows in the input's order, each as soon as those before it are there. Waits for what is missing.
+
+        Rows of run 1 come shard by shard; those of a later run when it is closed.
+        """
+        for name in self._parts():
+            while not self._is_there(name):
+                self._look_after()
+                time.sleep(control.POLL_S)
+            with self._store.open(name) as rows:
+                for row in rows:
+                    yield from_json(row)
+        self.wait()
+
+    def cancel(self) -> None:
+        """End the batch within seconds: finished rows are kept, the others fail as `cancelled`."""
+        control.cancel(self._store, self._fleet, self._run.manifest)
+
+    def close(self) -> None:
+        """End a local fleet; the same `submit` goes on where it stopped. Nothing happens to a batch of a fleet."""
+        self._end_local()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _parts(self) -> list[str]:
+        if self._run.number != FIRST_RUN:
+            return [layout.output(self.id, self._run.number)]
+        return [layout.part(self.id, FIRST_RUN, shard.number) for shard in self._run.shards]
+
+    def _is_there(self, name: str) -> bool:
+        if self._run.number != FIRST_RUN and self._state().status not in CLOSED:
+            return False  # its output is written, and perhaps written again, until then
+        with contextlib.suppress(ObjectMissingError):
+            return self._store.exists(name)
+        return False
+
+    def _state(self) -> BatchState:
+        ledger = self._fleet.ledger if self._fleet is not None and self._is_running() else None
+        return state_of_run(self._store, ledger, self._run)
+
+    def _is_running(self) -> bool:
+        return self._ended is None or self._ended.alive
+
+    def _look_after(self) -> None:
+        """Replace a local worker that died. Raises what `LocalFleet.check` raises, `UsageError` once it was ended."""
+        if self._local is None:
+            return
+        if not self._is_running():
+            raise UsageError(f"the local fleet of {self.id} was closed; submit again to go on")
+        if not self._local.serving and self._fleet is not None:
+            beats = self._fleet.ledger.workers()
+            self._local.serving = any(beat.state == "ready" and beat.engine for beat in beats)
+        self._local.check()
+
+    def _end_local(self) -> None:
+        if self._local is None or self._ended is None or not self._ended.alive:
+            return
+        self._ended()
+        if self._state().status in CLOSED:
+            self._local.forget()
+
+
+class _Silent:
+    """A program that waits sees the batch's status when it asks for it."""
+
+    def say(self, text: str) -> None:
+        """Nothing."""
+
+    def note(self, text: str) -> None:
+        """Nothing."""
+
+    def update(self, *, done: int, total: int, failed: int, tokens: int) -> None:
+        """Nothing."""
+
+
+def _settings(given: Mapping[str, Any], *, local: bool, model: str | None, workers: int) -> FleetSettings:
+    chosen = _load(given)
+    if not local:
+        if model is not None:
+            raise UsageError("model needs local=True: in a fleet the workers decide")
+        return chosen.with_store()
+    if not model:
+        raise UsageError("local=True needs a model")
+    if workers < 1:
+        raise UsageError("workers must be at least 1")
+    load(WorkerSettings)  # what the workers would refuse, a moment later and after the batch was written
+    if chosen.store:
+        return chosen
+    folder = state_folder()
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return chosen.model_copy(update={"store": folder.as_uri()})
+
+
+def _load(given: Mapping[str, Any]) -> FleetSettings:
+    unknown = sorted(set(given) - set(FleetSettings.model_fields))
+    if unknown:
+        raise UsageError(
+            f"there are no settings {', '.join(unknown)}; there are {', '.join(FleetSettings.model_fields)}"
+        )
+    return load(FleetSettings, **dict(given))
+
+
+@contextlib.contextmanager
+def _source(source: str | os.PathLike[str] | Iterable[Line], limits: ProducerSettings) -> Iterator[sources.Source]:
+    """A source that can be read twice: a name as the command line takes it, or lines, written to a temporary file."""
+    if isinstance(source, (str, os.PathLike)):
+        with sources.staged(os.fspath(source), limits) as staged:
+            yield staged
+        return
+    with tempfile.TemporaryDirectory(prefix="fleet-input-") as folder:
+        path = Path(folder) / "lines.jsonl"
+        with path.open("wb") as file:
+            for line in source:
+                text = json.dumps(line, ensure_ascii=False) if isinstance(line, dict) else line
+                raw = text.encode() if isinstance(text, str) else text
+                file.write(raw.rstrip(b"\n") + b"\n")
+        with sources.staged(str(path), limits) as staged:
+            yield staged

@@ -1,0 +1,209 @@
+"""The producer from Python: the same batches, rows and errors as from the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import producer
+from common.errors import InputRefusedError, NoSuchBatchError, UsageError
+from producer import Batch, submit
+from tests.invariants import assert_complete, chat_line, chat_lines
+from tests.servers import FleetServers, Workplace, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+@pytest.fixture
+def fleet(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FleetServers]:
+    """A fleet with an aggregator and a worker; its addresses are in our own environment."""
+    servers = FleetServers(tmp_path, FLEET_SHARD_SIZE="16", FLEET_DRAIN_S="0")
+    for name in ("FLEET_BROKER_URL", "FLEET_STORE", "FLEET_SHARD_SIZE"):
+        monkeypatch.setenv(name, servers.environment[name])
+    try:
+        servers.aggregator()
+        servers.worker()
+        yield servers
+    finally:
+        servers.close()
+
+
+@pytest.fixture
+def alone(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workplace]:
+    """A place for local fleets. Their processes run where we do, so that none can be left unseen."""
+    workplace = Workplace(tmp_path)
+    for name in ("HOME", "TMPDIR", "XDG_STATE_HOME"):
+        monkeypatch.setenv(name, workplace.environment[name])
+    monkeypatch.chdir(tmp_path)
+    yield workplace
+    monkeypatch.undo()
+    workplace.close()
+
+
+def as_output(rows: list[dict[str, object]]) -> bytes:
+    return b"".join(json.dumps(row, separators=(",", ":"), ensure_ascii=False).encode() + b"\n" for row in rows)
+
+
+def test_lines_go_in_and_rows_come_out_in_order(fleet: FleetServers) -> None:
+    """Text, bytes and objects alike."""
+    lines = [*chat_lines(40), chat_line("bad", "x", model="no-such-model")]
+    mixed = [json.loads(line) if n % 3 == 0 else line.encode() if n % 3 == 1 else line for n, line in enumerate(lines)]
+
+    batch = submit(mixed)
+    rows = list(batch.results())
+
+    assert_complete(lines, as_output(rows), {"bad": "err"})
+    status = batch.status()
+    assert (status["id"], status["status"]) == (batch.id, "completed")
+    assert status["request_counts"] == {"total": 41, "completed": 40, "failed": 1}
+    assert batch.wait() == status
+    assert list(Batch.find(batch.id).results()) == rows
+
+
+def test_rows_come_before_the_batch_is_done(fleet: FleetServers) -> None:
+    lines = [*chat_lines(16), *(chat_line(f"late{n}", "x", echo={"latency_s": 300}) for n in range(16))]
+    batch = submit(lines)
+
+    rows = batch.results()
+    first = [next(rows) for _ in range(16)]
+
+    assert [row["custom_id"] for row in first] == [json.loads(line)["custom_id"] for line in lines[:16]]
+    assert batch.status()["status"] == "in_progress"
+    with pytest.raises(TimeoutError):
+        batch.wait(timeout_s=0.5)
+    batch.cancel()
+    assert {row["error"]["code"] for row in rows} == {"cancelled"}
+    assert batch.wait()["status"] == "cancelled"
+
+
+def test_the_same_requests_attach_to_their_open_batch(fleet: FleetServers) -> None:
+    path = fleet.write("in.jsonl", [chat_line("held", "x", echo={"latency_s": 300})])
+
+    one, two = submit(path), submit(str(path))
+    three = submit(path, new=True)
+
+    assert one.id == two.id != three.id
+    for batch in (one, three):
+        batch.cancel()
+        batch.wait(timeout_s=30)
+
+
+def test_a_retried_batch_has_the_rows_of_its_newest_run(fleet: FleetServers) -> None:
+    lines = [chat_line(f"r{n}", "x", model="later" if n % 2 else "test-model") for n in range(4)]
+    batch = submit(lines)
+    batch.wait()
+    fleet.worker(model="later")
+    for process in fleet.processes[1:2]:
+        process.stop()
+    assert fleet.producer("retry", batch.id, "-o", str(fleet.folder / "out")).code == 0
+
+    assert [row["error"] for row in Batch.find(batch.id).results()] == [None] * 4
+
+
+def test_what_the_command_says_is_an_exception(fleet: FleetServers) -> None:
+    with pytest.raises(InputRefusedError) as refused:
+        submit([chat_line("a", "x"), chat_line("a", "y"), "no json"])
+    assert len(refused.value.problems) == 2
+    with pytest.raises(UsageError, match="needs local"):
+        submit(chat_lines(1), model="m")
+    with pytest.raises(UsageError, match="needs a model"):
+        submit(chat_lines(1), local=True)
+    with pytest.raises(UsageError, match="no settings queue"):
+        submit(chat_lines(1), settings={"queue": "gpu"})
+    with pytest.raises(NoSuchBatchError):
+        Batch.find("batch_" + "0" * 24)
+    assert fleet.batch_ids() == set()
+
+
+def test_nothing_needs_no_fleet(tmp_path: Path) -> None:
+    batch = submit([], settings={"store": (tmp_path / "store").as_uri(), "broker_url": "redis://127.0.0.1:1/0"})
+
+    assert list(batch.results()) == []
+    assert batch.wait()["status"] == "completed"
+
+
+def test_a_local_fleet_ends_with_its_batch(alone: Workplace) -> None:
+    lines = chat_lines(40)
+    with submit(lines, local=True, model="test-model", engine="echo", workers=2) as batch:
+        rows = list(batch.results())
+        # It is complete, so nothing runs any more.
+        wait_until(lambda: len(alone.alive()) <= 1, 20, "the local fleet has ended")
+
+    assert_complete(lines, as_output(rows))
+    assert batch.status()["request_counts"]["completed"] == 40
+
+
+def test_a_closed_local_batch_goes_on_with_the_same_submit(alone: Workplace) -> None:
+    lines = [*chat_lines(20), chat_line("slow", "x", echo={"latency_s": 4})]
+    with submit(lines, local=True, model="test-model", engine="echo") as batch:
+        assert next(batch.results())["custom_id"] == "c00000"
+    with pytest.raises(UsageError, match="was closed"):
+        batch.wait()
+    wait_until(lambda: len(alone.alive()) <= 1, 20, "the local fleet has ended")
+
+    with submit(lines, local=True, model="test-model", engine="echo") as again:
+        assert again.id == batch.id
+        assert_complete(lines, as_output(list(again.results())))
+
+
+def test_a_program_that_forgets_its_batch_leaves_no_process(alone: Workplace) -> None:
+    """Killed, or at its end."""
+    program = (
+        "import sys, time; from producer import submit; from tests.invariants import chat_line\n"
+        "b = submit([chat_line('a', 'x', echo={'latency_s': 300})], local=True, model='test-model', engine='echo')\n"
+        "print('up', flush=True); time.sleep(300 if sys.argv[1] == 'killed' else 0)\n"
+    )
+    environment = {**alone.environment, "PYTHONPATH": str(README.parent)}
+    for end in ("left", "killed"):
+        running = subprocess.Popen(
+            [sys.executable, "-c", program, end], cwd=alone.folder, env=environment, stdout=subprocess.PIPE
+        )
+        assert running.stdout is not None
+        assert running.stdout.readline() == b"up\n"
+        if end == "killed":
+            os.kill(running.pid, signal.SIGKILL)
+        running.wait(60)
+        running.stdout.close()
+        wait_until(lambda: len(alone.alive()) <= 1, 30, "only we are left")
+    for folder in alone.temp.glob("fleet-*"):
+        shutil.rmtree(folder)  # the socket's folder: nobody removes a temporary folder of a program that was killed
+
+
+def test_the_readme_s_example_runs(alone: Workplace) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(example.splitlines()) <= 10
+
+    run = subprocess.run(
+        [sys.executable, "-c", example],
+        cwd=alone.folder,
+        env={**alone.environment, "PYTHONPATH": str(README.parent)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+
+    assert run.stdout.splitlines() == [
+        *(f"q{n} What is 2 plus 2?" for n in range(3)),
+        "{'total': 3, 'completed': 3, 'failed': 0}",
+    ]
+
+
+def test_the_command_line_does_not_load_the_interface() -> None:
+    """Half a second more of imports before Ctrl-C is heard, for nothing."""
+    code = "import sys; import producer.__main__; assert 'producer.api' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    with pytest.raises(AttributeError):
+        _ = producer.nothing  # type: ignore[attr-defined]  # that is the point
