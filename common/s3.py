@@ -107,7 +107,7 @@ def _outage(what: str) -> Iterator[None]:
         raise StoreUnavailableError(
             f"S3 refused {what}: no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use a role"
         ) from exc
-    except BotoCoreError as exc:
+    except (BotoCoreError, EOFError) as exc:
         raise StoreUnavailableError(f"S3 failed at {what}: {type(exc).__name__}") from exc
 
 

@@ -72,7 +72,8 @@ class ProducerSettings(FleetSettings):
     max_input_bytes: int = Field(default=64 * 1024**3, ge=1)
     #: Lines of an input, blank ones too.
     max_lines: int = Field(default=10_000_000, ge=1)
-    #: Bytes of one line. A request travels through Redis, whose strings end at 512 MiB, in an escaped form.
+    #: Bytes of one line. A worker without a store borrows a large one through Redis, whose strings end at 512 MiB,
+    #: and its answer travels there.
     max_line_bytes: int = Field(default=64 * 1024**2, ge=1)
 
 

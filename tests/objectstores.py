@@ -1,4 +1,4 @@
-"""S3 servers of tests: moto's, which keeps to the rules, and rclone's, which ignores conditions and ranges.
+"""S3 servers of tests: moto's, which keeps to the rules, and rclone's, which ignores conditions.
 
 Owns: starting them on a free port of the loopback interface, their buckets, and ending them by pid.
 """

@@ -18,9 +18,10 @@ from common.store import open_store, store_id
 from tests.certificates import server_context
 from tests.netfaults import CuttingProxy
 from tests.servers import free_port, wait_until
+from tests.webserver import Exchange, RawServer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from tests.objectstores import ObjectServer
@@ -134,6 +135,22 @@ def test_a_read_goes_on_where_the_connection_broke(server: ObjectServer, proxy: 
     with through(proxy, bucket).open("k") as stream:
         assert stream.read() == data
     assert proxy.cut == 2
+
+
+def ignoring_ranges(data: bytes, length: int | None = None) -> Callable[[Exchange], None]:
+    return lambda exchange: exchange.answer(200, 'ETag: "one"', body=data, length=length)
+
+
+def test_a_store_that_ignores_ranges_gives_the_right_bytes_all_the_same() -> None:
+    data = os.urandom(2 * MIB)
+    with RawServer(ignoring_ranges(data[:MIB], len(data)), ignoring_ranges(data)) as server:
+        assert S3Bucket("b", server.url).open("k").read() == data
+    assert "range" in server.seen[1].headers
+
+    with RawServer(ignoring_ranges(data)) as server:
+        assert S3Bucket("b", server.url).read_range("k", MIB, 10) == data[MIB : MIB + 10]
+        with pytest.raises(StoreUnavailableError):
+            S3Bucket("b", server.url).read_range("k", 3 * MIB, 10)
 
 
 def test_a_stream_goes_back_to_its_beginning(server: ObjectServer) -> None:
