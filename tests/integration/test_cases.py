@@ -233,6 +233,7 @@ def test_help_and_refusals_do_not_crash_in_the_c_locale(c_locale_fleet: FleetSer
 def test_an_output_that_is_the_input_is_refused_with_the_input_untouched(
     shared_fleet: FleetServers, output: Path, kind: str
 ) -> None:
+    """O11."""
     lines = chat_lines(3)
     path = shared_fleet.write(f"o11-{kind}.jsonl", lines)
     before, content = (shared_fleet.batch_ids(), batch_keys(shared_fleet)), path.read_bytes()
@@ -258,6 +259,7 @@ def test_an_output_that_is_the_input_is_refused_with_the_input_untouched(
 def test_a_destination_that_cannot_be_written_is_refused_before_anything(
     shared_fleet: FleetServers, output: Path, kind: str
 ) -> None:
+    """O07: a bad destination is found before any work."""
     path = shared_fleet.write("o07.jsonl", chat_lines(3))
     before = shared_fleet.batch_ids(), batch_keys(shared_fleet)
     # Root may write everywhere but in /proc.
@@ -275,6 +277,7 @@ def test_a_destination_that_cannot_be_written_is_refused_before_anything(
 
 
 def test_a_pipe_as_input_works(shared_fleet: FleetServers, output: Path) -> None:
+    """O11."""
     lines, pipe = chat_lines(20), shared_fleet.folder / "pipe"
     os.mkfifo(pipe)
     writer = threading.Thread(target=lambda: pipe.write_text("".join(f"{line}\n" for line in lines)), daemon=True)
@@ -299,6 +302,7 @@ def base40_with(number: int, **body: object) -> list[str]:
 
 
 def test_rows_that_all_fail_are_an_output_in_order_and_a_summary(shared_fleet: FleetServers, output: Path) -> None:
+    """O09."""
     lines = [line.replace('"test-model"', '"no-such-model"') for line in input_lines(ALL["base40.jsonl"].path)]
     errors = output.with_suffix(".errors")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import signal
+import threading
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -84,6 +86,28 @@ def test_O07_an_upload_that_fails_after_the_work_keeps_the_output(shared_fleet: 
     assert again.code == 0, again.stderr
     ((_, output),) = uploads.stored
     assert_complete(lines, output)
+
+
+def test_ctrl_c_during_an_upload_tells_the_way_to_the_rows(shared_fleet: FleetServers) -> None:
+    begun, over = threading.Event(), threading.Event()
+
+    def never_answer(exchange: Exchange) -> None:
+        begun.set()
+        over.wait(START_S)
+
+    source = shared_fleet.write("interrupted.jsonl", chat_lines(2))
+    with RawServer(never_answer) as server:
+        producer = shared_fleet.start_producer("submit", str(source), "-o", f"{server.url}/out?{SECRET}")
+        assert begun.wait(START_S)
+        producer.send(signal.SIGINT)
+        run = producer.wait(START_S)
+        over.set()
+
+    assert run.code == 130, run.stderr
+    batch_id = run.stderr.partition(":")[0]
+    assert f"{batch_id} is completed; get its rows with" in run.stderr
+    assert f"producer fetch {batch_id} -o {server.url}/out" in run.stderr
+    assert_secret_nowhere(shared_fleet.folder)
 
 
 @pytest.mark.parametrize("name", ["s3://no-such-bucket/out", "http://127.0.0.1:1/out?sig=0sEcReT0", "s3://bucket"])

@@ -21,7 +21,11 @@ ROWS = {
 }
 
 #: What must be replayed.
-WANTED = set(re.findall(r"\w+", "E01 E02 E03 E06 C01 C02 C03 C04 C06 C08 C09 C10 C12 C18 C19 C23 A03"))
+WANTED = set(
+    re.findall(
+        r"\w+", "E01 E02 E03 E06 C01 C02 C03 C04 C06 C08 C09 C10 C12 C18 C19 C23 O01 O02 O03 O05 O07 O09 O11 A03"
+    )
+)
 
 
 @cache

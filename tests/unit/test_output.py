@@ -219,6 +219,7 @@ def test_a_part_larger_than_a_block_is_copied_whole(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_an_error_and_leaves_whole_rows(tmp_path: Path) -> None:
+    """O07: the rows are in the batch, and the file holds whole ones."""
     path = tmp_path / "out"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
