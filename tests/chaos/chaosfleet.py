@@ -234,16 +234,17 @@ class ChaosFleet(FleetServers):
 
         With `paused_s` the broker answers nobody for so long before, and cuts them before it answers anything then.
         """
-        client: Any = self.client
-        ours = client.client_id()
-        others = [each["id"] for each in client.client_list() if "O" not in each["flags"]]  # O: it runs MONITOR
-        with client.pipeline(transaction=False) as pipe:
-            if paused_s:
-                pipe.execute_command("CLIENT", "PAUSE", int(1000 * paused_s), "ALL")
-            for each in others:
-                if int(each) != ours:
-                    pipe.execute_command("CLIENT", "KILL", "ID", each)
-            pipe.execute(raise_on_error=False)  # some may have gone by themselves
+        with redis.Redis(unix_socket_path=str(self.broker.socket), socket_timeout=paused_s + 30.0) as client:
+            cutter: Any = client
+            spared = {str(cutter.client_id()), str(self.client.client_id())}
+            others = [each for each in cutter.client_list() if "O" not in each["flags"]]  # O: it runs MONITOR
+            with cutter.pipeline(transaction=False) as pipe:
+                if paused_s:
+                    pipe.execute_command("CLIENT", "PAUSE", int(1000 * paused_s), "ALL")
+                for each in others:
+                    if each["id"] not in spared:
+                        pipe.execute_command("CLIENT", "KILL", "ID", each["id"])
+                pipe.execute(raise_on_error=False)  # some may have gone by themselves
 
     def pause_broker(self, seconds: float) -> None:
         """Let the broker answer nobody for so long."""
