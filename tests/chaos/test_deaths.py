@@ -297,9 +297,8 @@ main()
 """
 
 
-@pytest.mark.parametrize(
-    "flushed", [pytest.param(500, marks=pytest.mark.chaos_long), 2], ids=["no shard", "half a shard"]
-)
+@pytest.mark.chaos_long
+@pytest.mark.parametrize("flushed", [500, 2], ids=["no shard", "half a shard"])
 def test_a_producer_that_is_killed_while_it_publishes_is_no_loss(chaos: ChaosFleet, flushed: int) -> None:
     """The batch is durable: what it did not send, the watchdog sends."""
     lines = chat_lines(48, echo={"latency_s": 0.3})
