@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(500)
 
 LOAD_S = 150.0
-REQUESTS = 24
+REQUESTS = 20
 #: Requests that a worker has in hand at once.
 INFLIGHT = 16
 
@@ -103,7 +103,7 @@ def test_a_batch_survives_its_worker_and_its_engine(fleet: FleetServers, model_f
     Ctrl-C to the worker's process group ends the worker, and the engine only with it: no row is cut short, what is
     not finished in time is handed back. All batches end with the rows of an undisturbed one (float32, greedy).
     """
-    body = {"model": "test-model", "max_tokens": 96, "temperature": 0, "ignore_eos": True}
+    body = {"model": "test-model", "max_tokens": 64, "temperature": 0, "ignore_eos": True}
     lines = [
         json.dumps(
             {
