@@ -22,6 +22,10 @@ export FLEET_TEST_MODEL := $(abspath $(MODEL))
 export FLEET_TEST_EMBEDDING_MODEL := $(abspath $(EMBEDDING_MODEL))
 export FLEET_TEST_SPEECH_MODEL := $(abspath $(SPEECH_MODEL))
 
+# Sizes of the largest benchmarks; for a full run BENCH_LINES='10000 1000000' BENCH_LARGE_ROWS=50000.
+BENCH_LINES ?= 10000 100000
+BENCH_LARGE_ROWS ?= 10000
+
 .PHONY: demo test lint unit chaos bench clean
 
 demo: $(VENV)/.cpu $(VENV)/.product $(MODEL)/config.json
@@ -49,9 +53,21 @@ unit: $(VENV)/.dev
 chaos: $(VENV)/.dev
 	FLEET_CHAOS_SEQUENCES=$${FLEET_CHAOS_SEQUENCES:-50} $(BIN)/python -m pytest tests/chaos
 
+# Judges nothing. Results are appended to bench-results.jsonl; the last command prints a table of the summaries.
 bench: $(VENV)/.cpu $(VENV)/.dev $(MODEL)/config.json
-	$(BIN)/python tests/bench/large.py --lines 100000
-	$(BIN)/python tests/bench/speed.py $(MODEL) -- $(ENGINE_FLAGS)
+	$(BIN)/python -m tests.bench.publishing
+	$(BIN)/python -m tests.bench.worker
+	$(BIN)/python -m tests.bench.worker --only fleet --latency-s 0
+	$(BIN)/python -m tests.bench.waiting
+	$(BIN)/python -m tests.bench.scaling
+	$(BIN)/python -m tests.bench.scaling --tail
+	$(BIN)/python -m tests.bench.large --lines $(BENCH_LINES)
+	$(BIN)/python -m tests.bench.large --lines $(BENCH_LARGE_ROWS) --result-bytes 90000
+	$(BIN)/python -m tests.bench.large --lines 10000 --mixed
+	$(BIN)/python -m tests.bench.speed $(MODEL) --requests 256 --run-batch -- $(ENGINE_FLAGS)
+	$(BIN)/python -m tests.bench.speed $(MODEL) --requests 1024 --max-tokens 16 --pairs 3 -- $(ENGINE_FLAGS)
+	$(BIN)/python -m tests.bench.speed --embeddings --requests 5000
+	$(BIN)/python -m tests.bench.report
 
 clean:
 	rm -rf $(VENV) .models demo.out.jsonl .pytest_cache .mypy_cache .ruff_cache .hypothesis
