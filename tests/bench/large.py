@@ -71,7 +71,7 @@ def family(process: psutil.Process) -> list[psutil.Process]:
 
 def write(path: Path, count: int, *, result_bytes: int = 0, mixed: bool = False) -> None:
     """The input: short chats; if mixed, one in 500 has 1 MB, and one in 5,000 has 12 MB."""
-    filler = "lorem ipsum " * (12 * MEGABYTE // 12)
+    filler = "lorem-ipsum-" * MEGABYTE  # one word: echo refuses more than 8,192
     with path.open("w") as file:
         for number in range(count):
             text = f"number {number}"
