@@ -105,6 +105,9 @@ class WorkerSettings(FleetSettings):
     media_max_bytes: int = Field(default=128 * 1024 * 1024, ge=1)
     #: Seconds that one download may take, with its redirects.
     media_timeout_s: float = Field(default=60.0, gt=0)
+    #: How lines of the log look: `json`, `text`, or by whether stderr is a terminal. The exporter and the engine's
+    #: processes read it too (`workers.logs`).
+    log_format: Literal["auto", "json", "text"] = "auto"
 
 
 class ExporterSettings(FleetSettings):

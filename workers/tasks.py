@@ -23,6 +23,7 @@ from common import broker
 from common.dispatch import send
 from common.errors import HoleError, NoSuchBatchError, StoreUnavailableError, UsageError
 from common.ledger import Address
+from workers import logs
 from workers.engine.host import current_delivery
 from workers.lines import Place, read_line
 
@@ -54,6 +55,7 @@ def register(app: WorkerApp) -> None:
         """
         delivery = current_delivery.get()
         at = Address(batch_id, run, shard, index)
+        logs.bind(batch_id=batch_id, run=run, shard=shard, index=index)  # for this coroutine alone
         text = line if isinstance(line, str) else partial(app.fleet.lines.fetch, at, Place(*line))
         await delivery.host.run_request(at, count, text, delivery)
         return broker.RECEIPT
@@ -72,7 +74,8 @@ def _register_aggregator_task(app: WorkerApp, name: str, work: Callable[..., Non
     @app.task(name=name, bind=True, max_retries=None, ignore_result=True, shared=False)  # type: ignore[untyped-decorator]  # Celery has no types
     def aggregate(task: Any, *_receipts: object, **ids: Any) -> None:
         try:
-            work(app, **ids)
+            with logs.bound(**ids):
+                work(app, **ids)
         except HoleError as exc:
             logger.warning("not sealed: %s", exc)
         except OUTAGES as exc:

@@ -865,10 +865,17 @@ def test_requests_may_name_what_is_served(served: Any, loras: Any, models: tuple
 
 
 def test_the_environment_stays_what_a_user_said(tmp_path: Path) -> None:
-    environ = {"VLLM_NO_USAGE_STATS": "0", "FLEET_WORKER": "0", "VLLM_PLUGINS": "mine", "HF_HUB_OFFLINE": "0"}
+    environ = {
+        "VLLM_NO_USAGE_STATS": "0",
+        "VLLM_CONFIGURE_LOGGING": "1",
+        "FLEET_WORKER": "0",
+        "VLLM_PLUGINS": "mine",
+        "HF_HUB_OFFLINE": "0",
+    }
     prepare_environment(str(tmp_path), environ)
     assert environ == {
         "VLLM_NO_USAGE_STATS": "0",
+        "VLLM_CONFIGURE_LOGGING": "1",
         "FLEET_WORKER": "0",
         "VLLM_PLUGINS": "mine,fleet",
         "HF_HUB_OFFLINE": "0",

@@ -2,7 +2,8 @@
 
 Owns: the `vllm.general_plugins` entry point `fleet`, which vLLM calls in every process that it starts (vLLM 0.32,
 plugins/__init__.py). Must not know: engines, Celery, Redis; it imports nothing but the standard library, because it is
-imported in processes that are not ours. On failure: it falls back to the weaker tie; it never stops an engine start.
+imported in processes that are not ours, and `workers.logs` in one that is.
+On failure: it falls back to the weaker tie; it never stops an engine start.
 
 Two faults of a bare engine make this needed (both measured with vLLM 0.32):
 
@@ -42,6 +43,9 @@ WORKER_ENV = "FLEET_WORKER"
 #: Names the file that takes the reason of a failed start.
 REASON_ENV = "FLEET_ENGINE_REASON_FILE"
 
+#: At "0" vLLM leaves its log to whoever embeds it (vLLM 0.30–0.33, logger.py).
+LOGS_ENV = "VLLM_CONFIGURE_LOGGING"
+
 #: vLLM's loggers that report a failed start, with the exception, as "… failed to start." (vLLM 0.30–0.33,
 #: v1/engine/core.py and v1/executor/multiproc_executor.py).
 _START_LOGGERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
@@ -68,6 +72,11 @@ def register() -> None:
     shield()
     if not tie_by_kernel(parent):
         tie_by_thread(parent)
+    if os.environ.get(LOGS_ENV) == "0":
+        # vLLM was told to leave its log to us; in this process nobody else sets one up.
+        from workers.logs import configure_logging  # noqa: PLC0415 - only an engine's process needs it
+
+        configure_logging(os.environ.get("VLLM_LOGGING_LEVEL") or logging.INFO)
     if path := os.environ.get(REASON_ENV):
         keep_start_failure(path)
 

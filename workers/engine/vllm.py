@@ -232,6 +232,11 @@ def refuse_missing_folder(model: str) -> None:
 def prepare_environment(model: str, environ: MutableMapping[str, str]) -> None:
     """Set what vLLM, or what it imports, reads from the environment at import; a user's own values stay."""
     environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if not environ.keys() & {tie.LOGS_ENV, "VLLM_LOGGING_CONFIG_PATH"}:
+        # Its lines come out as ours do: redacted, and as JSON off a terminal. Its processes set that up themselves.
+        environ[tie.LOGS_ENV] = "0"
+        environ.setdefault("VLLM_LOGGING_LEVEL", logging.getLevelName(logging.getLogger().getEffectiveLevel()))
+        logging.getLogger("vllm").setLevel(environ["VLLM_LOGGING_LEVEL"].upper())
     if Path(model).is_dir():
         # The model is here; without this the hub is asked for files that it may lack, and that takes its time-outs.
         environ.setdefault("HF_HUB_OFFLINE", "1")
