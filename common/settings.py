@@ -45,8 +45,8 @@ class FleetSettings(BaseSettings):
     window: int = Field(default=16_384, ge=1)
     #: Queues of models, `MODEL=QUEUE,…`; a model that is not named goes to the queue `gpu`. Producers and aggregators.
     routes: str = ""
-    #: Seconds for which a delivery is its worker's, renewed several times while the worker lives. A chord whose body
-    #: is being sent claims it for up to 21 s; a lease below that leaves such a loss to the watchdog.
+    #: Seconds for which a delivery is its worker's, renewed several times while the worker lives; at least 10. A chord
+    #: whose body is being sent claims it for up to 21 s; a lease below that leaves such a loss to the watchdog.
     lease_s: float = Field(default=DEFAULT_LEASE_S, gt=0)
 
     @field_validator("lease_s")
@@ -82,6 +82,7 @@ class WorkerSettings(FleetSettings):
 
     #: The model that the engine serves: a path or a name; for `echo` just a name.
     model: str = ""
+    #: What answers requests; `echo` needs no model.
     engine: Literal["vllm", "echo"] = "vllm"
     #: The engine's own flags, quoted as in a shell.
     engine_args: str = ""
@@ -113,8 +114,9 @@ class WorkerSettings(FleetSettings):
 class ExporterSettings(FleetSettings):
     """What the exporter needs besides."""
 
-    #: Port and address of its pages. In a container `0.0.0.0`; they ask for no password.
+    #: Port of its pages.
     exporter_port: int = Field(default=9465, ge=1, le=65535)
+    #: Address of its pages. In a container `0.0.0.0`; they ask for no password.
     exporter_host: str = "127.0.0.1"
     #: Seconds between two samples of Redis.
     exporter_interval_s: float = Field(default=5.0, ge=0.1)
