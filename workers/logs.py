@@ -80,8 +80,22 @@ def configure_logging(loglevel: int | str = logging.INFO, stream: TextIO | None 
         root.addHandler(handler)
         logging.captureWarnings(capture=True)
     root.setLevel(level)
+    logging.getLogger("celery.worker.consumer.consumer").addFilter(_WITHOUT_BODY)
     for name in ("celery.worker.strategy", "celery.app.trace", "kombu"):
         logging.getLogger(name).setLevel(max(level, logging.WARNING))
+
+
+class _WithoutBody(logging.Filter):
+    """Celery quotes whole messages that it cannot use, prompts and all (celery 5.7, worker/consumer/consumer.py)."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Keep the first line of such a record: what is wrong, not with what."""
+        if "body" in str(record.msg):
+            record.msg, record.args = record.getMessage().partition("\n")[0], ()
+        return True
+
+
+_WITHOUT_BODY = _WithoutBody()
 
 
 def make_formatter(kind: str, *, terminal: bool) -> logging.Formatter:

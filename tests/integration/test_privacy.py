@@ -7,8 +7,9 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from common import broker
+from tests.integration.pages import get
 from tests.invariants import chat_line, rows_of
-from tests.servers import MODEL, FleetServers, wait_until
+from tests.servers import MODEL, FleetServers, free_port, wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,16 +84,26 @@ def test_nothing_that_people_or_dashboards_look_at_holds_a_prompt(fleet: FleetSe
         assert MARK in body or '"line": [0, ' in body  # a large line stays in the batch directory
         assert MARK not in json.dumps(message)
 
+    # One that the worker cannot use; Celery would quote it whole.
+    app = broker.make_app(fleet.broker.url)
+    app.send_task("fleet.unheard_of", kwargs={"line": MARK}, queue="gpu", ignore_result=True, kwargsrepr="-")
+    app.close()
+    worker_port, exporter_port = free_port(), free_port()
+    pages: list[str] = []
+
     events = Events(fleet.broker.url)
     try:
         fleet.aggregator("DEBUG")
+        fleet.start("exporter", "-m", "workers", "exporter", "--port", str(exporter_port), "--loglevel", "DEBUG")
         fleet.start(
             *("worker", "-m", "celery", "-A", "workers", "worker", "-Q", "gpu", "-E", "--loglevel", "DEBUG"),
             FLEET_ENGINE="echo",
             FLEET_MODEL=MODEL,
+            FLEET_METRICS_PORT=str(worker_port),
         )
         wait_until(lambda: fleet.finished(batch_id) == len(LINES) - 1, 60, "only the slow request is running")
         asked = events.inspect()
+        pages += [get(worker_port, "/metrics")[1], get(exporter_port, "/metrics")[1], get(exporter_port, "/scale")[1]]
         wait_until(lambda: fleet.is_closed(batch_id), 60, "the batch is closed")
         wait_until(lambda: "task-succeeded" in events.types(), 5, f"events of the requests, not {events.types()}")
     finally:
@@ -104,6 +115,10 @@ def test_nothing_that_people_or_dashboards_look_at_holds_a_prompt(fleet: FleetSe
     assert len(rows_of(output.read_bytes())) == len(LINES)
     assert [event for event in events.seen if MARK in event] == []
     assert [name for name, text in fleet.logs().items() if MARK.encode() in text] == []
+    assert any(b"unregistered task" in text for text in fleet.logs().values())
+    assert all(pages)
+    assert [page for page in pages if MARK in page] == []
+    assert "fleet_requests_total{" in pages[0]
     assert "fleet.run_request" in asked
     assert MARK not in asked
 
