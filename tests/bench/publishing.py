@@ -19,6 +19,7 @@ from celery import Celery
 
 from common import broker
 from common.dispatch import publish_shard
+from common.routes import Routes
 from common.settings import GPU_QUEUE
 from common.store import LocalStore
 from tests.bench.report import Report
@@ -63,7 +64,7 @@ def main() -> None:
                 spent, started = time.process_time(), time.perf_counter()
                 first_s = 0.0
                 for shard in run.shards:
-                    publish_shard(app, store, run, shard, queue=GPU_QUEUE)
+                    publish_shard(app, store, run, shard, routes=Routes())
                     first_s = first_s or time.perf_counter() - started
                 seconds, cpu_s = time.perf_counter() - started, time.process_time() - spent
                 assert server.client.llen(GPU_QUEUE) == options.requests

@@ -24,6 +24,7 @@ from common import broker, layout
 from common.batch import Manifest, Run, first_run
 from common.dispatch import publish_shard
 from common.ledger import Ledger
+from common.routes import Routes
 from common.settings import GPU_QUEUE
 from common.store import LocalStore
 from tests.bench.report import Report, cpu_s, served_s
@@ -119,7 +120,7 @@ def measure(kind: str, place: Path, requests: int, latency_s: float) -> dict[str
                 if each is run:
                     before, served, started = cpu_s(worker.pid), served_s(server), time.monotonic()
                 for shard in each.shards:
-                    publish_shard(app, store, each, shard, queue=GPU_QUEUE)
+                    publish_shard(app, store, each, shard, routes=Routes())
                 seals = len(each.shards) + (each is run)
                 wait_until(
                     lambda seals=seals: server.client.llen("aggregate") >= seals or not worker.running, 300, "all done"
