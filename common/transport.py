@@ -77,6 +77,9 @@ SWEEP_SLICES = 20
 
 _JSON = "application/json"
 
+#: How Celery's remote control names the queue of an answer (kombu 5.7, pidbox.py).
+_REPLIES = ".reply.celery.pidbox"
+
 _AWAY = (redis.RedisError, OSError)
 
 _NOW = "local t = redis.call('TIME'); local now = t[1] + t[2] / 1000000\n"
@@ -532,6 +535,8 @@ class QoS(stock.QoS):  # type: ignore[misc]  # kombu has no types
 
     def restore_visible(self, *_: Any, **__: Any) -> None:
         """Sweep, in the consumer's loop; kombu calls this every `unacked_restore_interval`, and at each empty poll."""
+        if all(queue.endswith(_REPLIES) for queue in self.channel.active_queues):
+            return  # Flower and `celery inspect` listen to events and answers only, and need no right to touch work
         every_s = self.channel.unacked_restore_interval
         if monotonic() - self._swept_at >= every_s / 2:
             self._swept_at = monotonic()

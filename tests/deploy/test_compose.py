@@ -11,6 +11,7 @@ import pytest
 
 from tests.deploy.composefile import config, env_file
 from tests.deploy.conftest import TOP, binary, run
+from workers.flower import SETTINGS
 
 OURS = ("aggregator", "worker-cpu", "worker-gpu", "exporter", "flower", "producer")
 
@@ -142,7 +143,9 @@ def test_flower_asks_for_a_password_and_changes_nothing(services: dict[str, Any]
     flower = services["flower"]
 
     assert re.fullmatch(r"fleet:[0-9a-f]{32}", flower["environment"]["FLOWER_BASIC_AUTH"])
-    assert "--read_only=true" in flower["command"]
+    assert flower["command"] == ["worker", "flower"]
+    assert SETTINGS["FLOWER_READ_ONLY"] == "true"
+    assert "FLOWER_READ_ONLY" not in flower["environment"]
 
 
 def test_variables_of_the_fleet_are_ones_that_it_reads(services: dict[str, Any]) -> None:

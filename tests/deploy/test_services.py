@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-PROGRAMS = {"worker": ["-m", "workers"], "producer": ["-m", "producer"], "celery": ["-m", "celery"], "python3": []}
+PROGRAMS = {"worker": ["-m", "workers"], "producer": ["-m", "producer"], "python3": []}
 
 
 class Services:
