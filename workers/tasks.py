@@ -22,6 +22,7 @@ from kombu.exceptions import OperationalError
 from common import broker
 from common.dispatch import send
 from common.errors import HoleError, NoSuchBatchError, StoreUnavailableError, UsageError
+from common.layout import checked_batch_id
 from common.ledger import Address
 from workers import logs
 from workers.engine.host import current_delivery
@@ -73,6 +74,9 @@ def register(app: WorkerApp) -> None:
 def _register_aggregator_task(app: WorkerApp, name: str, work: Callable[..., None]) -> None:
     @app.task(name=name, bind=True, max_retries=None, ignore_result=True, shared=False)  # type: ignore[untyped-decorator]  # Celery has no types
     def aggregate(task: Any, *_receipts: object, **ids: Any) -> None:
+        if not _are_ids(ids):
+            logger.error("dropped a message for %s: what it names is no batch", name)
+            return
         try:
             with logs.bound(**ids):
                 work(app, **ids)
@@ -84,6 +88,16 @@ def _register_aggregator_task(app: WorkerApp, name: str, work: Callable[..., Non
             raise _later(task, exc) from None
         else:
             app.fleet.watchdog.note_trouble("")
+
+
+def _are_ids(ids: dict[str, Any]) -> bool:
+    """Whether a message names a batch, and numbers in it: they become names in the store, and Redis is open to more."""
+    numbers = [ids[name] for name in ("run", "shard", "index") if name in ids]
+    try:
+        checked_batch_id(str(ids.get("batch_id")))
+    except UsageError:
+        return False
+    return all(type(number) is int and number >= 0 for number in numbers)
 
 
 def _seal_shard(app: WorkerApp, *, batch_id: str, run: int, shard: int) -> None:
