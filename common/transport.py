@@ -568,6 +568,8 @@ class Channel(stock.Channel):  # type: ignore[misc]  # kombu has no types
         super().__init__(*args, **kwargs)
         #: Tags of messages that were taken and are being delivered.
         self.taken: set[str] = set()
+        #: Queues whose messages nobody acknowledges: what was noted of those would stay noted.
+        self._unacknowledged: set[str] = set()
         if self.global_keyprefix:
             raise ValueError("the fleet's transport has no global_keyprefix: give the fleet a database of its own")
 
@@ -580,6 +582,14 @@ class Channel(stock.Channel):  # type: ignore[misc]  # kombu has no types
 
     def _get(self, queue: str) -> dict[str, Any]:
         return _from_queue(super()._get(queue), queue)
+
+    def basic_consume(self, queue: str, no_ack: bool, *args: Any, **kwargs: Any) -> Any:
+        """Consume."""
+        if no_ack:
+            self._unacknowledged.add(queue)
+        else:
+            self._unacknowledged.discard(queue)
+        return super().basic_consume(queue, no_ack, *args, **kwargs)
 
     def queue_declare(self, *args: Any, **kwargs: Any) -> Any:
         """Declare."""
@@ -597,7 +607,7 @@ class Channel(stock.Channel):  # type: ignore[misc]  # kombu has no types
         One by one each would cost a turn of the loop and two round trips.
         """
         answer = super()._brpop_read(**options)
-        for queue in list(self.active_queues):
+        for queue in [each for each in self.active_queues if each not in self._unacknowledged]:
             most = min(self.qos.room, TAKE_SLICE)
             if most > 0:
                 self._take(queue, most)

@@ -335,6 +335,20 @@ def test_messages_that_are_there_are_taken_at_once(broker: Server, holders: Call
     assert int(holder.got[8].body) == 8
 
 
+def test_of_messages_that_nobody_acknowledges_none_is_noted(broker: Server, holders: Callable[..., Holder]) -> None:
+    """Answers to `celery inspect` for one: a program that has left would never acknowledge them."""
+    holder = holders()
+    holder._consumer.cancel()
+    consumer = Consumer(holder.channel, [Queue("q")], on_message=holder.got.append, no_ack=True)
+    consumer.consume()
+    holder.send(*range(8))
+
+    holder.take(*range(8))
+
+    assert broker.unacked() == 0
+    assert broker.bodies() == []
+
+
 def test_a_short_queue_is_shared_out(broker: Server, holders: Callable[..., Holder]) -> None:
     """Who comes first takes a quarter, so that no worker idles beside one that took everything."""
     holder = holders()
