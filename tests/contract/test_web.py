@@ -123,12 +123,12 @@ def test_a_refusal_before_the_whole_body_is_the_reason_and_no_success() -> None:
         return answer
 
     with RawServer(early(413)) as server, pytest.raises(OutputFailedError):
-        send(f"{server.url}/out", b"x" * 32 * MIB)
+        send(f"{server.url}/out", b"x" * 16 * MIB)
 
     uploads = Uploads()
     with RawServer(early(200), uploads) as server:
-        send(f"{server.url}/out", b"x" * 32 * MIB)
-    assert [len(body) for _, body in uploads.stored] == [32 * MIB]
+        send(f"{server.url}/out", b"x" * 16 * MIB)
+    assert [len(body) for _, body in uploads.stored] == [16 * MIB]
 
 
 def test_a_server_that_is_away_is_said_without_the_query() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,3 +29,11 @@ def test_a_heavy_package_is_named_at_home_alone(package: str, home: str) -> None
     ]
 
     assert [path for path in found if not re.fullmatch(home, path)] == []
+
+
+def test_boto3_is_imported_only_where_s3_is_used() -> None:
+    """It takes a quarter of a second, and memory in every worker."""
+    modules = "producer.cli, workers.cli, workers.aggregate, workers.watchdog, common.store"
+    program = f"import sys, {modules}; sys.exit('boto3' in sys.modules)"
+
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
