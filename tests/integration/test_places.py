@@ -188,10 +188,10 @@ def test_an_outage_of_s3_in_the_middle_of_a_batch_is_waited_for(
         with closing(FleetServers(tmp_path / "fleet", FLEET_STORE=store, **environment)) as fleet:
             fleet.store = open_store(store, s3_endpoint=objects.endpoint)
             fleet.aggregator()
-            fleet.worker("--latency-s", "0.5", "--max-inflight", "8")
+            fleet.worker("--latency-s", "4", "--max-inflight", "64")
             lines = chat_lines(48)
             producer = fleet.start_producer("submit", str(fleet.write("in.jsonl", lines)))
-            wait_until(lambda: fleet.taken() > 0, START_S, "requests are running")
+            wait_until(lambda: fleet.taken() == 48, START_S, "every request is running, published from the store")
             (batch_id,) = fleet.batch_ids()
 
             objects.kill()
