@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 #: float32, because only then a row does not depend on what else is in the batch.
-FLAGS = (
-    *("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"),
-    *("--kv-cache-memory-bytes", "128M", "--served-model-name", "test-model"),
+SMALL = (
+    *("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", "128M"),
+    *("--served-model-name", "test-model"),
 )
+
+#: For the chat model, whose own length would take more memory.
+FLAGS = (*SMALL, "--max-model-len", "1024")

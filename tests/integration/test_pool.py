@@ -167,6 +167,7 @@ def test_a_worker_that_cannot_be_set_up_is_one_sentence(fleet: FleetServers, arg
 def test_a_pool_that_does_not_fit_its_queue_is_refused(
     fleet: FleetServers, arguments: tuple[str, ...], said: str
 ) -> None:
+    """E05."""
     command = ("-m", "celery", "-A", "workers", "worker", *arguments)
     result = fleet.start("bad", *command, FLEET_ENGINE="echo", FLEET_MODEL=MODEL).wait(30)
 
@@ -200,7 +201,7 @@ def test_an_aggregator_that_cannot_be_set_up_is_one_sentence(fleet: FleetServers
 
 @pytest.mark.parametrize("pool", [(), ("-P", "prefork", "-c", "4")], ids=["default", "prefork"])
 def test_celerys_own_command_starts_the_same_worker(fleet: FleetServers, pool: tuple[str, ...]) -> None:
-    """With one engine, also where prefork is asked for: to Celery 5.7 that name means the default pool, which is ours.
+    """E05: with one engine, also where prefork is asked for; to Celery 5.7 that name means the default pool, ours.
 
     Each child of a real prefork pool would load an engine of its own, or fork one: apecloud/ApeRAG#331.
     """

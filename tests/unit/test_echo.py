@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from common.batch import SUCCESS_END, LineError, parse_line
 from common.errors import EngineAbortedError, EngineDeadError, EngineStartError
 from common.failures import MAX_MESSAGE_BYTES, FailureKind
+from tests.engines import REAL_MODEL_FILES
 from workers.engine import Reply, Request
 from workers.engine.echo import EMBEDDINGS_URL, MAX_PROMPT_WORDS, SUPPORTED_URLS, EchoEngine, echo_answer
 
@@ -205,7 +206,7 @@ def test_logprobs_are_given_for_each_word() -> None:
 def test_the_oracle_agrees_with_the_engine() -> None:
     """On every row of the replay cases that the engine answers with text."""
     compared = 0
-    for path in sorted(CASES.glob("*.jsonl")):
+    for path in (path for path in sorted(CASES.glob("*.jsonl")) if path.name not in REAL_MODEL_FILES):
         for raw in path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"):
             try:
                 text = parse_line(raw).text
@@ -413,6 +414,8 @@ def test_every_replay_case_comes_out_as_expected() -> None:
     expected = json.loads((CASES / "expected.json").read_text("utf-8"))
     checked = 0
     for entry in (entry for entries in expected.values() for entry in entries):
+        if entry["file"] in REAL_MODEL_FILES:
+            continue
         outcomes = dict(entry["rows"])
         for raw in (CASES / entry["file"]).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"):
             try:

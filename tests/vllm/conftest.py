@@ -1,65 +1,63 @@
 """A real vLLM engine on the CPU, one for each module, on an event loop in a thread, as in the worker.
 
-Needs the folder of a small chat model in FLEET_TEST_MODEL (deploy/cpu/prepare_model.py makes one). Without it the
-tests are skipped at a desk and fail in CI.
+Needs the folders of small models in FLEET_TEST_MODEL, FLEET_TEST_EMBEDDING_MODEL and FLEET_TEST_SPEECH_MODEL; the
+Makefile makes them. Without one its tests are skipped at a desk and fail in CI.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
-import threading
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.engines import LoopThread, ask_all, served
 from tests.vllm_flags import FLAGS
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterator
+    from collections.abc import Callable, Iterator
 
+    from workers.engine import Reply
     from workers.engine.vllm import VllmEngine
 
 
-class LoopThread:
-    """An event loop on a thread of its own."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="test-loop", daemon=True)
-        self._thread.start()
-
-    def run(self, coroutine: Coroutine[Any, Any, Any], timeout_s: float = 60) -> Any:
-        """Run a coroutine on the loop and return its result; the time limit cancels it."""
-        return asyncio.run_coroutine_threadsafe(asyncio.wait_for(coroutine, timeout_s), self.loop).result()
-
-    def close(self) -> None:
-        """End the loop and its thread."""
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(10)
-        self.loop.close()
-
-
-@pytest.fixture(scope="session")
-def model_folder() -> str:
-    """The folder of the model that the tests serve."""
-    folder = os.environ.get("FLEET_TEST_MODEL", "")
+def folder_of(variable: str) -> str:
+    """The model folder that a variable names. Without one, or without vLLM: skipped at a desk, failed in CI."""
+    folder = os.environ.get(variable, "")
     spec = find_spec("vllm")
     missing = [
         what
         for what, there in (
             # A namespace package is no vLLM: tests/vllm itself is one when tests/ is on the path.
             ("vLLM is not installed", spec is not None and spec.origin is not None),
-            ("FLEET_TEST_MODEL names no model folder", (Path(folder) / "config.json").is_file()),
+            (f"{variable} names no model folder", (Path(folder) / "config.json").is_file()),
         )
         if not there
     ]
     if missing:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("; ".join(missing))
     return folder
+
+
+@pytest.fixture(scope="session")
+def model_folder() -> str:
+    """A chat model."""
+    return folder_of("FLEET_TEST_MODEL")
+
+
+@pytest.fixture(scope="session")
+def embedding_folder() -> str:
+    """A model that embeds."""
+    return folder_of("FLEET_TEST_EMBEDDING_MODEL")
+
+
+@pytest.fixture(scope="session")
+def speech_folder() -> str:
+    """A model that transcribes and translates."""
+    return folder_of("FLEET_TEST_SPEECH_MODEL")
 
 
 @pytest.fixture(scope="module")
@@ -72,16 +70,14 @@ def loop() -> Iterator[LoopThread]:
 
 @pytest.fixture(scope="module")
 def engine(loop: LoopThread, model_folder: str) -> Iterator[VllmEngine]:
-    """The module's engine, started."""
-    from workers.engine.vllm import VllmEngine
+    """The module's engine, started; a module that serves another model has a fixture of its own."""
+    yield from served(loop, model_folder, FLAGS)
 
-    before = dict(os.environ)
-    engine = VllmEngine(model_folder, FLAGS)
-    loop.run(engine.start(), timeout_s=180)
-    yield engine
-    loop.run(engine.stop())
-    os.environ.clear()
-    os.environ.update(before)
+
+@pytest.fixture
+def ask(engine: VllmEngine, loop: LoopThread) -> Callable[[list[str]], list[Reply]]:
+    """Answer lines by the module's engine, all at once; every reply is checked."""
+    return lambda lines: ask_all(engine, loop, lines)
 
 
 @pytest.hookimpl(tryfirst=True)
