@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -194,6 +195,30 @@ def test_bad_parameters_are_the_rows_own_fault(ask: Callable[..., list[Reply]], 
     before, reply, after = ask([chat("before"), chat("bad", **body), chat("after")])
     assert (before.failure, reply.failure, after.failure) == (None, FailureKind.INVALID_REQUEST, None)
     assert "SENTINEL" not in failure_of(reply)
+
+
+def test_no_url_of_a_request_makes_the_worker_connect_to_its_own_machine(ask: Callable[..., list[Reply]]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        here = f"127.0.0.1:{listener.getsockname()[1]}"
+        case = (CASES / "I27.jsonl").read_text().replace("127.0.0.1:6379", here).splitlines()
+        url = f"http://{here}/a?key=s3cret"
+        parts: list[dict[str, Any]] = [
+            {"type": "image_url", "image_url": {"url": url}},
+            {"image_url": url},
+            {"type": "input_image", "image_url": url},
+            {"type": "audio_url", "audio_url": {"url": url}},
+            # vLLM does not look at `type` when there is a `uuid`.
+            {"type": "text", "text": "t", "uuid": "1", "video_url": {"url": url}},
+        ]
+
+        replies = ask([*case, *(chat(messages=[{"role": "user", "content": [part]}]) for part in parts)])
+
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+    assert [parse_row(reply.row)["custom_id"] for reply in replies if reply.failure is None] == ["au-chat"]
+    assert {reply.failure for reply in replies[len(case) :]} == {FailureKind.MEDIA_REFUSED}
+    assert not any(b"s3cret" in reply.row for reply in replies)
 
 
 def test_64_at_once_have_their_own_answers(ask: Callable[..., list[Reply]]) -> None:
