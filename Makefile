@@ -26,7 +26,7 @@ export FLEET_TEST_SPEECH_MODEL := $(abspath $(SPEECH_MODEL))
 BENCH_LINES ?= 10000 100000
 BENCH_LARGE_ROWS ?= 10000
 
-.PHONY: demo test lint unit chaos bench clean
+.PHONY: demo test lint unit chaos bench cases clean
 
 demo: $(VENV)/.cpu $(VENV)/.product $(MODEL)/config.json
 	$(BIN)/producer submit examples/chat.jsonl --local --model $(MODEL) -o demo.out.jsonl -- $(ENGINE_FLAGS)
@@ -68,6 +68,10 @@ bench: $(VENV)/.cpu $(VENV)/.dev $(MODEL)/config.json
 	$(BIN)/python -m tests.bench.speed $(MODEL) --requests 1024 --max-tokens 16 --pairs 3 -- $(ENGINE_FLAGS)
 	$(BIN)/python -m tests.bench.speed --embeddings --requests 5000
 	$(BIN)/python -m tests.bench.report
+
+# Every replay case against a running fleet, as a table: echo, and real engines where a case needs one.
+cases: $(VENV)/.cpu $(VENV)/.dev $(MODEL)/config.json $(EMBEDDING_MODEL)
+	$(BIN)/python tests/cases/replay.py
 
 clean:
 	rm -rf $(VENV) .models demo.out.jsonl .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,7 +10,6 @@ import os
 import signal
 import struct
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,12 +19,13 @@ from hypothesis import strategies as st
 from common.batch import SUCCESS_END, LineError, parse_line
 from common.errors import EngineAbortedError, EngineDeadError, EngineStartError
 from common.failures import MAX_MESSAGE_BYTES, FailureKind
-from tests.engines import REAL_MODEL_FILES
+from tests.replays import ALL
 from workers.engine import Reply, Request
 from workers.engine.echo import EMBEDDINGS_URL, MAX_PROMPT_WORDS, SUPPORTED_URLS, EchoEngine, echo_answer
 
 MODEL = "test-model"
-CASES = Path(__file__).parent.parent / "cases"
+#: The files that are replayed on echo; one is made at run time, and only its lines' length is of interest.
+ECHO_CASES = [case for case in ALL.values() if "echo" in case.targets and case.path.exists()]
 
 #: Planted in requests; must never come back in a failed row.
 SENTINEL = "SENTINEL-7f3a"
@@ -206,8 +206,8 @@ def test_logprobs_are_given_for_each_word() -> None:
 def test_the_oracle_agrees_with_the_engine() -> None:
     """On every row of the replay cases that the engine answers with text."""
     compared = 0
-    for path in (path for path in sorted(CASES.glob("*.jsonl")) if path.name not in REAL_MODEL_FILES):
-        for raw in path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"):
+    for case in ECHO_CASES:
+        for raw in case.path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"):
             try:
                 text = parse_line(raw).text
             except LineError:
@@ -411,20 +411,16 @@ def test_a_request_with_thousands_of_faults_gets_a_short_message() -> None:
 
 def test_every_replay_case_comes_out_as_expected() -> None:
     """All rows of the cases that are not refused at submit."""
-    expected = json.loads((CASES / "expected.json").read_text("utf-8"))
     checked = 0
-    for entry in (entry for entries in expected.values() for entry in entries):
-        if entry["file"] in REAL_MODEL_FILES:
-            continue
-        outcomes = dict(entry["rows"])
-        for raw in (CASES / entry["file"]).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"):
+    for case in ECHO_CASES:
+        for raw in case.path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"):
             try:
                 parsed = parse_line(raw)
             except LineError:
                 continue
-            wanted = outcomes.get(parsed.custom_id, "any")
+            wanted = case.rows.get(parsed.custom_id, "any")
             failed = answer(parsed.text)[0].failure is not None
-            assert wanted == "any" or failed == (wanted == "err"), (entry["file"], parsed.custom_id)
+            assert wanted == "any" or failed == (wanted == "err"), (case.file, parsed.custom_id)
             checked += wanted != "any"
     assert checked > 60
 
