@@ -308,13 +308,25 @@ def make_certificate(cert: Path, key: Path) -> None:
 # -- that it ends -----------------------------------------------------------------------------------------------------
 
 
-def test_content_that_says_that_it_is_too_large_is_not_read() -> None:
+def test_content_may_be_as_large_as_the_limit_and_no_larger() -> None:
     async def run() -> None:
         async with serve(status(200)) as site:
-            answer = await get(site.url(), replace(RULES, max_bytes=12))
-
-            assert "FLEET_MEDIA_MAX_BYTES" in refused(answer)
             assert await get(site.url(), replace(RULES, max_bytes=13)) == b"s3cret answer"
+            assert "FLEET_MEDIA_MAX_BYTES" in refused(await get(site.url(), replace(RULES, max_bytes=12)))
+
+    asyncio.run(run())
+
+
+def test_content_that_says_that_it_is_too_large_is_not_waited_for() -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Length": "1000000000000"})
+        await response.prepare(request)
+        await asyncio.Event().wait()
+        return response
+
+    async def run() -> None:
+        async with serve(answer) as site:
+            assert "FLEET_MEDIA_MAX_BYTES" in refused(await get(site.url(), replace(RULES, timeout_s=5.0)))
 
     asyncio.run(run())
 
@@ -366,6 +378,19 @@ def test_compressed_content_is_not_unpacked() -> None:
     asyncio.run(run())
 
 
+def test_no_content_encoding_hides_another() -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.Response(body=gzip.compress(bytes(1000)), headers={"Content-Encoding": "identity"})
+        response.headers.add("Content-Encoding", "gzip")
+        return response
+
+    async def run() -> None:
+        async with serve(answer) as site:
+            assert isinstance(await get(site.url()), Failure)
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("silent", ["at once", "after the head", "drop by drop", "over redirects"])
 def test_a_slow_server_meets_the_time_limit(silent: str) -> None:
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -394,27 +419,34 @@ def test_a_slow_server_meets_the_time_limit(silent: str) -> None:
 
 
 def test_downloads_at_the_same_time_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    running = most = 0
-    go = asyncio.Event()
-
-    async def answer(request: web.Request) -> web.StreamResponse:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        if running == 2:
-            go.set()
-        await go.wait()
-        running -= 1
-        return web.Response(body=b"content")
+    go, two = asyncio.Event(), asyncio.Event()
 
     async def run() -> None:
         async with serve(answer) as site:
+
+            async def look() -> None:
+                await two.wait()
+                await asyncio.sleep(0.2)  # a third one would have come by now
+                assert len(site.asked) == 2
+                go.set()
+
             downloader, url = Downloader(RULES), RULES.judge(site.url())
             assert not isinstance(url, Failure)
+            looking = asyncio.create_task(look())
             answers = await asyncio.gather(*(downloader(url, Budget(100)) for _ in range(6)))
+            await looking
 
         assert answers == [b"content"] * 6
-        assert most == 2
+
+    waiting = 0
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        nonlocal waiting
+        waiting += 1
+        if waiting == 2:
+            two.set()
+        await go.wait()
+        return web.Response(body=b"content")
 
     assert MAX_DOWNLOADS > 2
     monkeypatch.setattr(download_module, "MAX_DOWNLOADS", 2)

@@ -62,6 +62,7 @@ NOT_PUBLIC = [
     "64:ff9b:1::1",
     "100::1",
     "2001::1",
+    "2001:20::1",
     "2001:db8::1",
     "2002:7f00:1::",
     "2002:808:808::1",
@@ -360,6 +361,12 @@ def test_contents_stand_in_the_place_of_their_urls_and_nothing_else_changes() ->
 def test_a_request_without_urls_comes_back_byte_for_byte() -> None:
     for line in ('{"a":  1.50, "b_url": "x"}', chat({"type": "text", "text": "t"}), 'no JSON _url"', '["image_url"]'):
         assert inline(Media(download=Contents()), line) is line
+
+
+def test_a_number_that_is_not_finite_is_left_to_the_engine() -> None:
+    line = chat(image("http://example.com/a"), temperature=0).replace('"temperature": 0', '"temperature": 1e400')
+
+    assert inline(Media(download=Contents(a=b"a")), line) is line
 
 
 def test_escapes_in_a_key_hide_no_url() -> None:

@@ -99,7 +99,6 @@ class Downloader:
             socket_factory=make_socket,
             # One address after the other: a race of several would take the refusal of one for a failed connection.
             happy_eyeballs_delay=None,
-            use_dns_cache=False,
             force_close=True,
             ssl=self._context() if url.scheme == "https" else True,
         )
@@ -135,7 +134,7 @@ class Downloader:
         if status != HTTPStatus.OK:
             passing = status in (408, 429) or status >= HTTPStatus.INTERNAL_SERVER_ERROR
             return (_passing if passing else _lasting)(url, f"answered {status}")
-        if response.headers.get("Content-Encoding", "identity").lower() != "identity":
+        if any(coding.lower() != "identity" for coding in response.headers.getall("Content-Encoding", ())):
             return _lasting(url, "sent compressed content that nobody asked for")
         content = bytearray()
         # What is too large by its own account is not even begun.

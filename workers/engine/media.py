@@ -69,24 +69,20 @@ _ODD_CHARACTERS = re.compile(r"[\x00-\x20\x7f\\]")
 #: A host's name, in lower case and IDNA, without a final dot.
 _HOST_NAME = re.compile(r"(?=.{1,253}$)[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*")
 
-#: Never public, whatever the version of Python thinks of them: what wraps an IPv4 address (6to4, NAT64 and its local
-#: prefixes), the shared space of carriers, old site-local addresses, and the Azure host that serves its machines.
+#: Never public, whatever the version of Python thinks of them: what wraps an IPv4 address (6to4, Teredo), addresses of
+#: protocols, and the Azure host that serves its machines.
 _NEVER_PUBLIC = tuple(
     ipaddress.ip_network(network)
     for network in (
-        "100.64.0.0/10",
         "168.63.129.16/32",
         "192.0.0.0/24",
         "192.88.99.0/24",
         "2001::/23",
         "2002::/16",
-        "64:ff9b::/96",
-        "64:ff9b:1::/48",
-        "fec0::/10",
     )
 )
 
-#: Of IPv6, only this is handed out for use in the Internet.
+#: Of IPv6, only this is handed out for use in the Internet. Mapped addresses and those of NAT64 lie outside.
 _GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
 
 #: Where a host that the operator named may be: networks of one's own.
@@ -106,16 +102,9 @@ _METADATA = frozenset(ipaddress.ip_address(address) for address in ("100.100.100
 
 def is_public(address: Address) -> bool:
     """Whether an address is one of the Internet's: of no network of one's own, of no machine's own, of no group."""
-    if isinstance(address, ipaddress.IPv6Address) and (
-        address.ipv4_mapped is not None or address.scope_id is not None or address not in _GLOBAL_UNICAST
-    ):
+    if isinstance(address, ipaddress.IPv6Address) and address not in _GLOBAL_UNICAST:
         return False
-    return (
-        address.is_global
-        and not address.is_multicast
-        and not address.is_reserved
-        and not any(address in network for network in _NEVER_PUBLIC)
-    )
+    return address.is_global and not address.is_multicast and not any(address in network for network in _NEVER_PUBLIC)
 
 
 @dataclass(frozen=True, slots=True)
