@@ -297,24 +297,7 @@ class Ledger:
     def progress(self, batch_id: str, run: int) -> Progress | None:
         """Where a run stands, or None when Redis does not know it."""
         head: Any = self._client.hgetall(keys.head(batch_id, run))
-        if not head:
-            return None
-
-        def number(field: bytes) -> int:
-            return int(head.get(field, b"0"))
-
-        return Progress(
-            total=number(b"total"),
-            shards=number(b"shards"),
-            frontier=number(b"frontier"),
-            finished=number(b"finished"),
-            failed=number(b"failed"),
-            tokens=_pairs(head, PROMPT, COMPLETION),
-            published=_numbers(head, PUBLISHED),
-            finished_from=_numbers(head, FINISHED),
-            closed=head.get(b"closed", b"").decode(),
-            ending=head.get(b"ending", b"").decode(),
-        )
+        return parse_head(head) if head else None
 
     def claim_shard(self, batch_id: str, run: int, shard: int) -> bool:
         """Move the frontier past `shard` if it stands there. Who gets True publishes the shard; nobody else does."""
@@ -512,6 +495,26 @@ class Ledger:
         if dead:
             self._client.zrem(keys.WORKERS, *dead)
         return [parse_beat(worker_id, value) for worker_id, value in zip(ids, values, strict=True) if value is not None]
+
+
+def parse_head(head: Mapping[bytes, bytes]) -> Progress:
+    """A head as it stands in Redis."""
+
+    def number(field: bytes) -> int:
+        return int(head.get(field, b"0"))
+
+    return Progress(
+        total=number(b"total"),
+        shards=number(b"shards"),
+        frontier=number(b"frontier"),
+        finished=number(b"finished"),
+        failed=number(b"failed"),
+        tokens=_pairs(head, PROMPT, COMPLETION),
+        published=_numbers(head, PUBLISHED),
+        finished_from=_numbers(head, FINISHED),
+        closed=head.get(b"closed", b"").decode(),
+        ending=head.get(b"ending", b"").decode(),
+    )
 
 
 def _numbers(head: Mapping[bytes, bytes], prefix: str) -> dict[str, int]:

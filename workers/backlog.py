@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from common import keys
-from common.ledger import parse_beat
+from common.ledger import parse_beat, parse_head
 from common.settings import AGGREGATE_QUEUE
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import redis
 
-    from common.ledger import WorkerBeat
+    from common.ledger import Progress, WorkerBeat
 
 #: kombu's keys of what is in hand (kombu 5.7, transport/redis.py; `tests/contract/test_transport.py` holds them).
 UNACKED, UNACKED_INDEX = "unacked", "unacked_index"
@@ -34,28 +34,53 @@ STILL_S = 60.0
 #: Runs that are remembered to tell a restored head from a new one.
 MAX_RUNS = 10_000
 
-_FIELDS = ("total", "finished", "prompt_tokens", "completion_tokens", "ending", "closed")
 
-
-class Run(NamedTuple):
-    """Counters of a run in flight. `open`: it has no end yet; `ending`: it is being ended early."""
+@dataclass(frozen=True)
+class Run:
+    """A run in flight. Requests of one queue alone are not counted by queue; they are those of `default`."""
 
     batch_id: str
-    total: int
-    finished: int
-    tokens: int
-    open: bool
-    ending: bool
+    progress: Progress
+    default: str
+
+    @property
+    def open(self) -> bool:
+        """Whether it has no end yet."""
+        return not self.progress.closed
+
+    @property
+    def queues(self) -> Mapping[str, int]:
+        """The queues that its requests were published to, with how many."""
+        return self.progress.published or {self.default: 1}
 
     @property
     def remaining(self) -> int:
         """Requests that are still to be run."""
-        return max(0, self.total - self.finished) if self.open and not self.ending else 0
+        left = self.progress.total - self.progress.finished
+        return max(0, left) if self.open and not self.progress.ending else 0
+
+    def remaining_of(self, queue: str) -> float:
+        """Those of a queue. What is not published yet is taken to fall to the queues as what was published did."""
+        if queue not in self.queues or not self.remaining:
+            return 0.0
+        if not self.progress.published:
+            return float(self.remaining)
+        unfinished = {each: max(0, self.progress.unfinished(each)) for each in self.queues}
+        unpublished = max(0, self.remaining - sum(unfinished.values()))
+        share = self.queues[queue] / sum(self.queues.values())
+        return min(float(self.remaining), unfinished[queue] + unpublished * share)
+
+    def finished_of(self, queue: str) -> int:
+        """Rows of requests of a queue, since Redis knows the run."""
+        if not self.progress.published:
+            return self.progress.finished if queue == self.default else 0
+        return self.progress.finished_from.get(queue, 0)
 
     @property
-    def remaining_tokens(self) -> float:
-        """Estimate by the mean of the finished requests."""
-        return self.remaining * self.tokens / self.finished if self.finished else 0.0
+    def tokens_per_request(self) -> float:
+        """The mean of the finished requests; 0 before there is one."""
+        tokens = sum(prompt + completion for prompt, completion in self.progress.tokens.values())
+        return tokens / self.progress.finished if self.progress.finished else 0.0
 
 
 @dataclass(frozen=True)
@@ -70,20 +95,17 @@ class Sample:
     workers: tuple[WorkerBeat, ...]
     info: Mapping[str, Any]
 
-    @property
-    def open_batches(self) -> int:
-        """Batches without an end."""
-        return len({run.batch_id for run in self.runs.values() if run.open})
+    def open_batches(self, queue: str) -> int:
+        """Batches without an end that have requests in a queue."""
+        return len({run.batch_id for run in self.runs.values() if run.open and queue in run.queues})
 
-    @property
-    def remaining(self) -> int:
+    def remaining(self, queue: str) -> int:
         """Requests of open batches without a row, published or not."""
-        return sum(run.remaining for run in self.runs.values())
+        return math.ceil(sum(run.remaining_of(queue) for run in self.runs.values()))
 
-    @property
-    def remaining_tokens(self) -> float:
+    def remaining_tokens(self, queue: str) -> float:
         """Estimate of the tokens of these requests."""
-        return sum(run.remaining_tokens for run in self.runs.values())
+        return sum(run.remaining_of(queue) * run.tokens_per_request for run in self.runs.values())
 
     def ready(self, queue: str) -> int:
         """Workers that take requests of a queue."""
@@ -94,8 +116,8 @@ class Sample:
         return sum(worker.inflight for worker in self.workers if worker.queue == queue and worker.state == "ready")
 
 
-def read_sample(client: redis.Redis, queues: Iterable[str], *, lease_s: float) -> Sample:
-    """Read everything in a few round trips. Raises redis-py's errors."""
+def read_sample(client: redis.Redis, queues: Iterable[str], *, default: str, lease_s: float) -> Sample:
+    """Read everything in a few round trips; `default` is the queue without a route. Raises redis-py's errors."""
     beats = _read_beats(client)
     names = sorted({*queues, AGGREGATE_QUEUE, *(beat.queue for beat in beats)})
     heads = sorted(key.decode() for key in client.scan_iter(match=keys.HEADS, count=1000))
@@ -106,7 +128,7 @@ def read_sample(client: redis.Redis, queues: Iterable[str], *, lease_s: float) -
         for name in names:
             pipe.llen(name)
         for head in heads:
-            pipe.hmget(head, _FIELDS)
+            pipe.hgetall(head)
         pipe.info("memory")
         pipe.info("persistence")
         answers = iter(pipe.execute())
@@ -114,13 +136,18 @@ def read_sample(client: redis.Redis, queues: Iterable[str], *, lease_s: float) -
     now = seconds + micros / 1e6
     leased, oldest = next(answers), next(answers)
     lengths = {name: next(answers) for name in names}
-    runs = {head: run for head in heads if (run := _run(head, next(answers))) is not None}
+    fields = {head: next(answers) for head in heads}
     return Sample(
         queues=lengths,
         leased=leased,
         oldest_lease_s=max(0.0, now - oldest[0][1]) if oldest else 0.0,
         overdue=int(client.zcount(UNACKED_INDEX, "-inf", now - lease_s)),
-        runs=runs,
+        # One without a total expired between the scan and the question.
+        runs={
+            head: Run(head.split(":")[1], parse_head(found), default)
+            for head, found in fields.items()
+            if b"total" in found
+        },
         workers=beats,
         info={**next(answers), **next(answers)},
     )
@@ -134,35 +161,22 @@ def _read_beats(client: redis.Redis) -> tuple[WorkerBeat, ...]:
     return tuple(parse_beat(worker_id, value) for worker_id, value in zip(ids, values, strict=True) if value)
 
 
-def _run(head: str, values: list[bytes | None]) -> Run | None:
-    total, finished, prompt_tokens, completion_tokens, ending, closed = (value or b"" for value in values)
-    if not total:
-        return None  # it expired between the scan and the question
-    return Run(
-        batch_id=head.split(":")[1],
-        total=int(total),
-        finished=int(finished or 0),
-        tokens=int(prompt_tokens or 0) + int(completion_tokens or 0),
-        open=not closed,
-        ending=bool(ending),
-    )
-
-
 @dataclass
 class Rate:
-    """Finished requests per second, over the last minutes in which there was work and a worker to do it."""
+    """Finished requests of a queue per second, over the last minutes in which there was work and a worker to do it."""
 
+    queue: str
     finished_total: int = 0
     _seen: dict[str, int] = field(default_factory=dict)
     _spans: deque[tuple[float, int, int]] = field(default_factory=deque)
     _last: tuple[float, int, bool] | None = None
 
-    def add(self, at: float, sample: Sample, queue: str) -> None:
+    def add(self, at: float, sample: Sample) -> None:
         """Take the next sample in, of the moment `at` in seconds."""
         finished = self._new_rows(sample, first=self._last is None)
         self.finished_total += finished
-        ready = sample.ready(queue)
-        busy = bool(ready and sample.remaining)
+        ready = sample.ready(self.queue)
+        busy = bool(ready and sample.remaining(self.queue))
         if self._last is not None:
             since, ready_before, busy_before = self._last
             if busy_before or (busy and finished):
@@ -180,9 +194,10 @@ class Rate:
         """Rows since the last sample. A head that was restored stands lower than before, not higher."""
         new = 0
         for head, run in sample.runs.items():
+            finished = run.finished_of(self.queue)
             if not first:
-                new += max(0, run.finished - self._seen.get(head, 0))
-            self._seen[head] = max(run.finished, self._seen.pop(head, 0))
+                new += max(0, finished - self._seen.get(head, 0))
+            self._seen[head] = max(finished, self._seen.pop(head, 0))
         while len(self._seen) > max(MAX_RUNS, len(sample.runs)):
             del self._seen[next(iter(self._seen))]
         return new

@@ -23,6 +23,8 @@ from prometheus_client.registry import Collector
 
 from common import broker
 from common.errors import UsageError
+from common.routes import Routes
+from common.settings import AGGREGATE_QUEUE
 from workers.backlog import Rate, Sample, desired_replicas, drain_s, read_sample
 from workers.pages import Page, Pages, health_page, metrics_page
 
@@ -51,7 +53,7 @@ class Exporter(Collector):
     def __init__(
         self, client: redis.Redis, *, queue: str, queues: Sequence[str], lease_s: float, interval_s: float
     ) -> None:
-        """`queue` is the one whose workers run requests; `queues` are further ones to show."""
+        """`queue` is the one of requests without a route; `queues` are further ones to show."""
         self._client = client
         self._queue = queue
         #: Grows by the queues of live workers, so that a queue whose workers are gone is still shown.
@@ -62,7 +64,7 @@ class Exporter(Collector):
         self._lock = threading.Lock()
         self._sample: Sample | None = None
         self._sampled_at = 0.0
-        self._rate = Rate()
+        self._rates: dict[str, Rate] = {}
         self._away = False
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fleet-sampler", daemon=True)
@@ -94,13 +96,14 @@ class Exporter(Collector):
 
     def _take_sample(self) -> None:
         try:
-            sample = read_sample(self._client, self._queues, lease_s=self._lease_s)
+            sample = read_sample(self._client, self._queues, default=self._queue, lease_s=self._lease_s)
         except (redis.RedisError, OSError) as exc:
             if not self._away:
                 logger.warning("Redis does not answer: %s", type(exc).__name__)
             self._away = True
             with self._lock:
-                self._rate.skip()
+                for rate in self._rates.values():
+                    rate.skip()
                 self._sample = None
         except Exception as exc:  # the outermost loop of the thread: without it nothing would be sampled any more
             logger.exception("a sample failed by a fault of the fleet: %s", type(exc).__name__)
@@ -113,7 +116,8 @@ class Exporter(Collector):
             self._queues.update(sample.queues)
             with self._lock:
                 now = time.monotonic()
-                self._rate.add(now, sample, self._queue)
+                for queue in self._served(sample):
+                    self._rates.setdefault(queue, Rate(queue)).add(now, sample)
                 self._sample, self._sampled_at = sample, now
 
     @property
@@ -138,12 +142,18 @@ class Exporter(Collector):
             yield from self._collect_rate(sample)
             yield from self._collect_redis(sample)
 
-    def _by_queue(self, name: str, text: str, value: float | None) -> Iterator[Metric]:
-        """A series of the requests' queue; absent without a value."""
-        if value is not None:
-            family = GaugeMetricFamily(name, text, labels=["queue"])
-            family.add_metric([self._queue], value)
-            yield family
+    @staticmethod
+    def _served(sample: Sample) -> list[str]:
+        """The queues of requests."""
+        return [queue for queue in sample.queues if queue != AGGREGATE_QUEUE]
+
+    def _by_queue(self, name: str, text: str, value: Callable[[str], float | None], sample: Sample) -> Metric:
+        """A series of the requests' queues; absent where there is no value."""
+        family = GaugeMetricFamily(name, text, labels=["queue"])
+        for queue in self._served(sample):
+            if (found := value(queue)) is not None:
+                family.add_metric([queue], found)
+        return family
 
     def _collect_work(self, sample: Sample) -> Iterator[Metric]:
         waiting = GaugeMetricFamily("fleet_queue_requests", "Messages that wait in a queue.", labels=["queue"])
@@ -155,9 +165,9 @@ class Exporter(Collector):
             "fleet_oldest_lease_seconds", "Seconds since the oldest lease was renewed.", sample.oldest_lease_s
         )
         yield GaugeMetricFamily("fleet_overdue_leases", "Leases that ran out and were not swept.", sample.overdue)
-        yield from self._by_queue("fleet_open_batches", "Batches without an end.", sample.open_batches)
-        yield from self._by_queue("fleet_remaining_requests", "Requests without a row.", sample.remaining)
-        yield from self._by_queue("fleet_remaining_tokens", "Estimate of their tokens.", sample.remaining_tokens)
+        yield self._by_queue("fleet_open_batches", "Batches without an end.", sample.open_batches, sample)
+        yield self._by_queue("fleet_remaining_requests", "Requests without a row.", sample.remaining, sample)
+        yield self._by_queue("fleet_remaining_tokens", "Estimate of their tokens.", sample.remaining_tokens, sample)
         workers = GaugeMetricFamily("fleet_workers", "Live workers.", labels=["queue", "state"])
         states = {(queue, state) for queue in sample.queues for state in ("loading", "ready", "draining")}
         counts = Counter(dict.fromkeys(states, 0))
@@ -165,19 +175,24 @@ class Exporter(Collector):
         for labels, count in sorted(counts.items()):
             workers.add_metric(labels, count)
         yield workers
-        yield from self._by_queue(
-            "fleet_capacity_requests", "Requests that ready workers want in flight.", sample.capacity(self._queue)
-        )
+        text = "Requests that ready workers want in flight."
+        yield self._by_queue("fleet_capacity_requests", text, sample.capacity, sample)
 
     def _collect_rate(self, sample: Sample) -> Iterator[Metric]:
         finished = CounterMetricFamily("fleet_finished_requests_total", "Rows recorded.", labels=["queue"])
         with self._lock:
-            per_second, total = self._rate.per_second, self._rate.finished_total
-        finished.add_metric([self._queue], total)
+            rates = {queue: (rate.per_second, rate.finished_total) for queue, rate in self._rates.items()}
+        for queue, (_, total) in rates.items():
+            finished.add_metric([queue], total)
         yield finished
-        yield from self._by_queue("fleet_requests_per_second", "Measured while there was work.", per_second)
-        yield from self._by_queue(
-            "fleet_drain_seconds", "Remaining requests over that rate.", drain_s(sample.remaining, per_second)
+        yield self._by_queue(
+            "fleet_requests_per_second", "Measured while there was work.", lambda queue: rates[queue][0], sample
+        )
+        yield self._by_queue(
+            "fleet_drain_seconds",
+            "Remaining requests over that rate.",
+            lambda queue: drain_s(sample.remaining(queue), rates[queue][0]),
+            sample,
         )
 
     @staticmethod
@@ -209,21 +224,19 @@ class Exporter(Collector):
         sample = self.sample
         if sample is None:
             return _json(503, {"error": "Redis does not answer"})
-        if queue not in sample.queues:
+        if queue not in self._served(sample):
             raise UsageError(f"the queue {queue!r} is not known here: name it with worker exporter --queue")
-        ours = queue == self._queue
         with self._lock:
-            per_second, per_worker = (self._rate.per_second, self._rate.per_worker) if ours else (None, None)
-        remaining = sample.remaining if ours else 0
-        leased = sample.leased if ours else 0
+            per_second, per_worker = self._rates[queue].per_second, self._rates[queue].per_worker
+        remaining = sample.remaining(queue)
         workers = sum(worker.queue == queue for worker in sample.workers)
         answer = {
             "queue": queue,
             "queued": sample.queues[queue],
-            "leased": leased,
-            "open_batches": sample.open_batches if ours else 0,
+            "leased": sample.leased,
+            "open_batches": sample.open_batches(queue),
             "remaining_requests": remaining,
-            "remaining_tokens": round(sample.remaining_tokens) if ours else 0,
+            "remaining_tokens": round(sample.remaining_tokens(queue)),
             "workers": workers,
             "workers_ready": sample.ready(queue),
             "capacity": sample.capacity(queue),
@@ -232,7 +245,7 @@ class Exporter(Collector):
             "drain_s": drain_s(remaining, per_second),
             "desired_replicas": desired_replicas(
                 remaining=remaining,
-                waiting=sample.queues[queue] + leased,
+                waiting=sample.queues[queue] + (sample.leased if len(self._served(sample)) == 1 else 0),
                 workers=workers,
                 per_worker=per_worker or given or None,
                 target_s=target_s,
@@ -266,7 +279,7 @@ def run(settings: ExporterSettings, queues: Sequence[str]) -> int:
     exporter = Exporter(
         client,
         queue=settings.queue,
-        queues=queues,
+        queues=[*queues, *Routes.parse(settings.routes).by_model.values()],
         lease_s=settings.lease_s,
         interval_s=settings.exporter_interval_s,
     )

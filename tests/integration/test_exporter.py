@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 #: What a user of Redis needs who only exports; docs/metrics.md says the same.
 READABLE = ["%R~fleet:*", "%R~unacked*", "%R~gpu", "%R~aggregate"]
-READER = ["+@connection", "+info", "+time", "+scan", "+llen", "+hlen", "+hmget", "+zrange", "+zcount", "+mget"]
+READER = ["+@connection", "+info", "+time", "+scan", "+llen", "+hlen", "+hgetall", "+zrange", "+zcount", "+mget"]
 
 
 class Exported(FleetServers):

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from common.ledger import WorkerBeat
+from common.ledger import Progress, WorkerBeat
 from workers.backlog import Rate, Run, Sample, desired_replicas, drain_s
 
 
 def sample(finished: int, *, total: int = 1000, ready: int = 1, head: str = "fleet:b:1:head", **run: bool) -> Sample:
     workers = tuple(WorkerBeat(f"w{i}", "ready", "echo", ("m",), "gpu", 8) for i in range(ready))
-    counters = Run("b", total, finished, 0, run.get("open", True), run.get("ending", False))
+    progress = Progress(
+        total, 1, 1, finished, 0, "" if run.get("open", True) else "completed", "cancelled" if run.get("ending") else ""
+    )
+    counters = Run("b", progress, "gpu")
     return Sample({"gpu": 0}, 0, 0.0, 0, {head: counters}, workers, {})
 
 
 def rate_of(*samples: tuple[float, Sample]) -> Rate:
-    rate = Rate()
+    rate = Rate("gpu")
     for at, each in samples:
-        rate.add(at, each, "gpu")
+        rate.add(at, each)
     return rate
 
 
@@ -58,11 +61,11 @@ def test_a_restored_head_counts_nothing_twice() -> None:
 
 
 def test_an_outage_does_not_count() -> None:
-    rate = Rate()
-    rate.add(0, sample(0), "gpu")
-    rate.add(10, sample(100), "gpu")
+    rate = Rate("gpu")
+    rate.add(0, sample(0))
+    rate.add(10, sample(100))
     rate.skip()
-    rate.add(1000, sample(100), "gpu")
+    rate.add(1000, sample(100))
 
     assert rate.per_second == 10.0
 
@@ -80,7 +83,7 @@ def test_the_rate_forgets_what_is_older_than_its_window() -> None:
 
 @pytest.mark.parametrize("run", [{"open": False}, {"ending": True}])
 def test_a_run_that_is_over_or_ending_has_nothing_remaining(run: dict[str, bool]) -> None:
-    assert sample(10, **run).remaining == 0
+    assert sample(10, **run).remaining("gpu") == 0
 
 
 @pytest.mark.parametrize(
@@ -101,3 +104,31 @@ def test_workers_are_as_many_as_do_the_rest_in_time(expected: int, given: dict[s
     assert expected == desired_replicas(
         **{"waiting": 1, "workers": 0, "per_worker": 1.0, "target_s": 1800.0, "least": 0, "most": 0, **given}
     )
+
+
+def routed(**counts: tuple[int, int]) -> Run:
+    """A run of 100 requests over queues: published, and finished, by queue."""
+    published = {queue: count for queue, (count, _) in counts.items()}
+    finished = {queue: count for queue, (_, count) in counts.items()}
+    return Run("b", Progress(100, 1, 1, sum(finished.values()), 0, "", "", {"m": (30, 60)}, published, finished), "gpu")
+
+
+def test_what_is_not_published_yet_falls_to_the_queues_as_the_rest_did() -> None:
+    run = routed(big=(10, 4), small=(40, 40))
+
+    assert run.remaining == 56
+    assert run.remaining_of("big") == 6 + 50 * 10 / 50
+    assert run.remaining_of("small") == 50 * 40 / 50
+    assert run.remaining_of("gpu") == 0
+    assert run.finished_of("small") == 40
+
+
+def test_tokens_are_estimated_by_those_of_the_finished_requests() -> None:
+    assert routed(big=(100, 30)).tokens_per_request == 3.0
+
+
+def test_a_run_of_one_queue_is_counted_for_the_default_one() -> None:
+    run = sample(100).runs["fleet:b:1:head"]
+
+    assert (run.remaining_of("gpu"), run.remaining_of("other")) == (900, 0)
+    assert (run.finished_of("gpu"), run.finished_of("other")) == (100, 0)
