@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.deploy.conftest import TOP, binary, run
-from workers.engine import vllm
+from workers.engine.vllm_doors import DOORS
 
 DOCKERFILE = (TOP / "deploy/Dockerfile").read_text()
 
@@ -37,7 +37,7 @@ def test_images_run_as_a_user_by_number_and_without_a_shell() -> None:
 def test_the_image_of_vllm_has_a_version_that_the_adapter_knows() -> None:
     (version,) = re.findall(r"^ARG GPU_BASE=vllm/vllm-openai:v(\d+\.\d+)\.\d+$", DOCKERFILE, re.MULTILINE)
 
-    assert version in vllm.DOORS
+    assert version in DOORS
 
 
 @pytest.mark.parametrize("script", [str(path.relative_to(TOP)) for path in sorted(TOP.glob("deploy/**/*.sh"))])
