@@ -54,7 +54,7 @@ chaos: $(VENV)/.dev
 	FLEET_CHAOS_SEQUENCES=$${FLEET_CHAOS_SEQUENCES:-50} $(BIN)/python -m pytest tests/chaos
 
 # Judges nothing. Results are appended to bench-results.jsonl; the last command prints a table of the summaries.
-bench: $(VENV)/.cpu $(VENV)/.dev $(MODEL)/config.json
+bench: $(VENV)/.cpu $(VENV)/.dev $(MODEL)/config.json $(VENV)/.test-models
 	$(BIN)/python -m tests.bench.publishing
 	$(BIN)/python -m tests.bench.worker
 	$(BIN)/python -m tests.bench.worker --only fleet --latency-s 0
