@@ -67,6 +67,7 @@ bench: $(VENV)/.cpu $(VENV)/.dev $(MODEL)/config.json $(VENV)/.test-models
 	$(BIN)/python -m tests.bench.speed $(MODEL) --requests 256 --run-batch -- $(ENGINE_FLAGS)
 	$(BIN)/python -m tests.bench.speed $(MODEL) --requests 1024 --max-tokens 16 --pairs 3 -- $(ENGINE_FLAGS)
 	$(BIN)/python -m tests.bench.speed --embeddings --requests 5000
+	$(BIN)/python -m tests.bench.start $(MODEL) -- $(ENGINE_FLAGS)
 	$(BIN)/python -m tests.bench.report
 
 # Every replay case against a running fleet, as a table: echo, and real engines where a case needs one.

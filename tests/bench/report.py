@@ -65,9 +65,15 @@ def served_s(server: BrokerServer) -> float:
     return float(spent["used_cpu_user"]) + float(spent["used_cpu_sys"])
 
 
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return "/".join(f"{name} {each}" for name, each in value.items())
+    return " and ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
 def main() -> None:
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else results()
-    print("| benchmark | settings | result | ratio (lowest to highest, pairs) |\n| --- | --- | --- | --- |")
+    print("| benchmark | settings and results | ratio (lowest to highest, pairs) |\n| --- | --- | --- |")
     for raw in path.open():
         line = json.loads(raw)
         if not line.pop("summary", False):
@@ -75,9 +81,8 @@ def main() -> None:
         bench, ratio = line.pop("bench"), line.pop("ratio", None)
         spread = f"{ratio:g} ({line.pop('low'):g} to {line.pop('high'):g}, {line.pop('pairs')})" if ratio else ""
         line.pop("at")
-        shown = ", ".join(f"{name} {value}" for name, value in line.items())
-        settings = line.pop("settings", "")
-        print(f"| {bench} | {settings} | {shown} | {spread} |")
+        shown = ", ".join(f"{name} {_shown(value)}" for name, value in line.items())
+        print(f"| {bench} | {shown} | {spread} |")
 
 
 if __name__ == "__main__":
