@@ -356,14 +356,14 @@ class _WorkerHint:
         if stranger is not None:
             self._note = f"the aggregator {stranger.worker_id} works on {stranger.store}, not on {self._store.uri}"
             return self._note
-        if runs and (missing := self._missing_workers(beats)):
+        if (share := self._ledger.memory_share()) > SOFT_LIMIT:
+            self._note = f"waiting for room: the broker uses {share:.0%} of its memory ({waited_s:.0f} s)"
+        elif runs and (missing := self._missing_workers(beats)):
             self._note = f"{missing} ({waited_s:.0f} s)"
         elif not any(beat.queue == AGGREGATE_QUEUE for beat in beats):
             self._note = f"waiting for an aggregator: start `worker aggregate` ({waited_s:.0f} s)"
         elif trouble := next((beat.trouble for beat in beats if beat.trouble), ""):
             self._note = f"waiting for the aggregator: {trouble} ({waited_s:.0f} s)"
-        elif (share := self._ledger.memory_share()) > SOFT_LIMIT:
-            self._note = f"waiting for room: the broker uses {share:.0%} of its memory ({waited_s:.0f} s)"
         else:
             self._since, self._note = at, ""
         if waited_s <= NO_WORKER_S:
