@@ -77,9 +77,6 @@ SWEEP_SLICES = 20
 
 _JSON = "application/json"
 
-#: How Celery's remote control names the queue of an answer (kombu 5.7, pidbox.py).
-_REPLIES = ".reply.celery.pidbox"
-
 _AWAY = (redis.RedisError, OSError)
 
 _NOW = "local t = redis.call('TIME'); local now = t[1] + t[2] / 1000000\n"
@@ -535,7 +532,7 @@ class QoS(stock.QoS):  # type: ignore[misc]  # kombu has no types
 
     def restore_visible(self, *_: Any, **__: Any) -> None:
         """Sweep, in the consumer's loop; kombu calls this every `unacked_restore_interval`, and at each empty poll."""
-        if all(queue.endswith(_REPLIES) for queue in self.channel.active_queues):
+        if not self.channel.work_queues:
             return  # Flower and `celery inspect` listen to events and answers only, and need no right to touch work
         every_s = self.channel.unacked_restore_interval
         if monotonic() - self._swept_at >= every_s / 2:
@@ -601,13 +598,18 @@ class Channel(stock.Channel):  # type: ignore[misc]  # kombu has no types
         with _full_is_away():
             super().queue_bind(*args, **kwargs)
 
+    @property
+    def work_queues(self) -> list[str]:
+        """The queues that are consumed here and acknowledged; answers of Celery's remote control, for one, are not."""
+        return [queue for queue in self.active_queues if queue not in self._unacknowledged]
+
     def _brpop_read(self, **options: Any) -> Any:
         """Deliver the message that was waited for, then as many more as are there and the window has room for.
 
         One by one each would cost a turn of the loop and two round trips.
         """
         answer = super()._brpop_read(**options)
-        for queue in [each for each in self.active_queues if each not in self._unacknowledged]:
+        for queue in self.work_queues:
             most = min(self.qos.room, TAKE_SLICE)
             if most > 0:
                 self._take(queue, most)
