@@ -22,6 +22,7 @@ def test_answers_are_no_leases_and_waiting_for_them_sweeps_nothing(broker_server
     client.hset("unacked", "dead", '[{"body": "x"}, "", "gpu"]')
     client.zadd("unacked_index", {"dead": 1.0})
     app = make_app(broker_server.url)
+    app.conf.broker_transport_options["unacked_restore_interval"] = 1.0  # sweeps would come soon
     got: list[Any] = []
     queue = Queue(ANSWERS, auto_delete=True, durable=False)
     with app.connection() as connection, connection.channel() as channel:
