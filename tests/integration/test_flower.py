@@ -86,7 +86,7 @@ def test_flower_shows_states_and_runtimes_and_no_prompt(locked: FleetServers) ->
     ]
     # A task of the aggregator that is tried again: the store does not know this batch.
     app = broker.make_app(locked.broker.url)
-    app.send_task(broker.FEED, kwargs={"batch_id": "batch_unknown", "run": 1}, queue="aggregate", ignore_result=True)
+    app.send_task(broker.FEED, kwargs={"batch_id": f"batch_{0:024x}", "run": 1}, queue="aggregate", ignore_result=True)
     app.close()
 
     done = locked.producer("submit", str(locked.write("in.jsonl", lines)))
