@@ -216,25 +216,45 @@ def test_structured_outputs_keep_to_their_choices(ask: Callable[[list[str]], lis
 def test_reasoning_is_told_from_the_answer(engine: VllmEngine, loop: LoopThread, model_folder: str) -> None:
     """By the endpoints that a worker with --reasoning-parser makes, on this engine.
 
-    The model was not trained to reason: all that it says before an end mark counts as reasoning.
+    The model was not trained to reason, and has no marks for it: a parser of ours takes the first word for reasoning.
     """
+    from vllm.reasoning import ReasoningParser, ReasoningParserManager
+
     from workers.engine.vllm import served_models
     from workers.engine.vllm_doors import Vllm
     from workers.engine.vllm_endpoints import build_endpoints
     from workers.engine.vllm_serving import Serving
 
-    async def ask_with_parser() -> Reply:
+    class FirstWord(ReasoningParser):
+        def is_reasoning_end(self, input_ids: Any) -> bool:
+            return True
+
+        def extract_content_ids(self, input_ids: list[int]) -> list[int]:
+            return input_ids
+
+        def extract_reasoning(self, model_output: str, request: Any) -> tuple[str, str]:
+            first, _, rest = model_output.partition(" ")
+            return first, rest
+
+        def extract_reasoning_streaming(self, *_: Any) -> None:
+            return None
+
+    ReasoningParserManager._register_module(FirstWord, "first_word")
+
+    async def ask_with(parser: str) -> Reply:
         vllm = Vllm.load()
         args = vllm.parse(model_folder, FLAGS)
         # What --reasoning-parser becomes once the engine is built (vLLM 0.32, engine/arg_utils.py).
-        args.structured_outputs_config.reasoning_parser = "deepseek_r1"
+        args.structured_outputs_config.reasoning_parser = parser
         client = engine._serving._engine
         serving = Serving(vllm, client, await build_endpoints(vllm, client, args), served_models(args))
         return await serving.answer(Request(chat()))
 
-    message = message_of(loop.run(ask_with_parser()))
-    assert message["reasoning"]
-    assert message["content"] is None
+    plain = message_of(loop.run(ask_with("")))["content"]
+
+    message = message_of(loop.run(ask_with("first_word")))
+
+    assert (message["reasoning"], message["content"]) == tuple(plain.split(" ", 1))
 
 
 @pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}])
