@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 #: SIGINT arrives at the moment in which `common.errors`, which both commands need, is imported.
 INTERRUPTED_IMPORT = """
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background ignores it
 class Interrupting:
     def find_spec(self, name, path=None, target=None):
         if name == "common.errors":
