@@ -312,7 +312,8 @@ class Manifest(Record):
 
     `counts` holds the number of requests of each input shard, in order; each is a shard of run 1.
     `digest` is over the file's bytes and what changes rows, see `producer.intake`.
-    Once `fail_after` rows of run 1 have failed, it is ended.
+    Once `fail_after` rows of run 1 have failed, it is ended. A `local` batch belongs to the local fleet that its
+    producer starts for it, with its own engine: nobody else may run it.
     """
 
     version: int = 1
@@ -326,6 +327,7 @@ class Manifest(Record):
     counts: tuple[int, ...]
     expires_at: int | None = None
     fail_after: int | None = None
+    local: bool = False
     metadata: dict[str, str] = Field(default_factory=dict)
 
 

@@ -34,7 +34,8 @@ class InputRefusedError(FleetError):
     def __init__(self, problems: list[str], total: int) -> None:
         self.problems = problems
         self.total = total
-        super().__init__(f"{total} problem(s) in the input")
+        more = [f"... and {total - len(problems)} more problems"] if total > len(problems) else []
+        super().__init__("\n".join([*problems, *more]))
 
 
 class SourceUnavailableError(FleetError):

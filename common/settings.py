@@ -90,6 +90,8 @@ class WorkerSettings(FleetSettings):
     max_inflight: int = Field(default=0, ge=0)
     #: The queue that the worker consumes.
     queue: str = GPU_QUEUE
+    #: The only batch that an aggregator looks after: that of a local fleet, which sets it.
+    only_batch: str = ""
     #: Seconds that a stopping worker gives its running requests.
     drain_s: float = Field(default=30.0, ge=0)
     #: Deaths of workers or engines that a request may cause; the next one makes it a failed row.

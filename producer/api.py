@@ -53,19 +53,22 @@ def submit(
     workers: int = 1,
     new: bool = False,
     expires_s: int | None = None,
-    fail_after: int | None = None,
+    fail_after: int | str | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Batch:
     """Submit a file, a URL, or lines; returns once the batch is durable and its first requests are published.
 
     Without `new`, requests whose batch is open attach to that batch. `local` runs everything on this machine, with
     `workers` processes that serve `model` on `engine` with the engine's own `engine_args`; close the batch, or use it
-    as a context manager, to end them. `expires_s` is in seconds, `fail_after` in failed rows. `settings` win over the
-    environment, by the names of `FLEET_*` in lower case: `{"store": "file:///srv/fleet"}`.
+    as a context manager, to end them. `expires_s` is in seconds; `fail_after` is a number of failed rows, or a share of
+    all rows like "5%". `settings` win over the environment, by the names of `FLEET_*` in lower case: `{"store": "file:///srv/fleet"}`.
 
     Raises `InputRefusedError`, `UsageError`, `BrokerUnavailableError`, `StoreUnavailableError`.
     """
     chosen = _settings(settings or {}, local=local, model=model, workers=workers)
+    if expires_s is not None and (not isinstance(expires_s, int) or expires_s < 1):
+        raise UsageError(f"expires_s={expires_s!r} must be a positive number of seconds")
+    _limit(fail_after, 1)
     store = open_store(chosen.store, s3_endpoint=chosen.s3_endpoint)
     limits = load(ProducerSettings)
     depends_on = [engine, model or "", *engine_args] if local else []
@@ -85,7 +88,8 @@ def submit(
                 batch_id=batch_id,
                 new=new,
                 expires_at=None if expires_s is None else now() + expires_s,
-                fail_after=fail_after,
+                fail_after=_limit(fail_after, checked.total),
+                local=local,
             )
 
         if checked.total == 0:
@@ -280,6 +284,20 @@ def _load(given: Mapping[str, Any]) -> FleetSettings:
     return load(FleetSettings, **dict(given))
 
 
+def _limit(given: int | str | None, total: int) -> int | None:
+    """After how many failed rows the batch ends."""
+    if given is None:
+        return None
+    share = isinstance(given, str) and given.endswith("%")
+    try:
+        number = int(str(given).removesuffix("%"))
+    except ValueError:
+        number = 0
+    if number < 1 or (share and number > 100):
+        raise UsageError(f"fail_after={given!r} is no limit: say 100 for rows, or '5%' for a share of them")
+    return max(1, -(-total * number // 100)) if share else number
+
+
 @contextlib.contextmanager
 def _source(source: str | os.PathLike[str] | Iterable[Line], limits: ProducerSettings) -> Iterator[sources.Source]:
     """A source that can be read twice: a name as the command line takes it, or lines, written to a temporary file."""
@@ -295,4 +313,4 @@ def _source(source: str | os.PathLike[str] | Iterable[Line], limits: ProducerSet
                 raw = text.encode() if isinstance(text, str) else text
                 file.write(raw.rstrip(b"\n") + b"\n")
         with sources.staged(str(path), limits) as staged:
-            yield staged
+            yield sources.Source(staged.path, "lines")

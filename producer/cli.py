@@ -473,6 +473,10 @@ def _run_batch(options: argparse.Namespace, flags: list[str]) -> int:
     settings = _settings(options, flags)
     store = open_store(settings.store, create=False, s3_endpoint=settings.s3_endpoint)
     manifest = read_manifest(store, layout.checked_batch_id(options.batch))
+    if manifest.local and not options.local:
+        raise UsageError(f"{manifest.batch_id} is a batch of --local: say so, with its --model")
+    if options.detach and (options.output or options.errors):
+        raise UsageError("--detach writes no output: get it later with producer fetch BATCH -o OUT")
     run, again = newest_run(store, manifest), None
     end = read_end(store, run.batch_id, run.number)
     if end is None and options.command == "retry" and run.number == FIRST_RUN:
@@ -504,6 +508,11 @@ def _cancel(options: argparse.Namespace, _: list[str]) -> int:
     status = control.cancel(store, fleet, manifest)
     if state_of(store, None, manifest).closed_at is not None:
         _say(f"{manifest.batch_id} is {status.value} already")
+    elif options.local:
+        _say(
+            f"{manifest.batch_id} ends as cancelled within seconds if its command runs, else when that runs again; "
+            "finished rows are kept"
+        )
     else:
         _say(f"{manifest.batch_id} is being cancelled; finished rows are kept")
     return EXIT_OK

@@ -38,6 +38,7 @@ from common.runs import (
     newest_run,
     now,
     read_end,
+    read_ending,
     read_manifest,
     reconcile,
     restore,
@@ -168,6 +169,7 @@ def write_batch(
     batch_id: str | None = None,
     expires_at: int | None = None,
     fail_after: int | None = None,
+    local: bool = False,
     new: bool = False,
     on_lines: Callable[[int], None] | None = None,
 ) -> Manifest:
@@ -185,6 +187,7 @@ def write_batch(
             max_shard_size=max_shard_size,
             expires_at=expires_at,
             fail_after=fail_after,
+            local=local,
             on_lines=on_lines,
         )
     except BaseException:
@@ -221,6 +224,10 @@ def start(fleet: Fleet, run: Run) -> None:
             fleet.ledger.note_reopened(run.batch_id)
         restore(fleet.store, fleet.ledger, run, window=fleet.settings.window)
         reconcile(fleet.store, fleet.ledger, run)
+        if (wish := read_ending(fleet.store, run.batch_id, run.number)) is not None:
+            # Somebody cancelled it while nobody ran it: it must not win a race against the watchdog now.
+            fleet.ledger.set_ending(run.batch_id, run.number, wish.status.value)
+            send(fleet.app, broker.END_EARLY, batch_id=run.batch_id, run=run.number)
         feeder = fleet.feeder(run)
         more = True
         while more:
@@ -263,6 +270,7 @@ def wait(
             logger.debug("waiting", exc_info=True)
             what = "store" if isinstance(exc, StoreUnavailableError) else "broker"
             reporter.note(f"waiting for the {what} ({type(exc).__name__})")
+            hint.start_anew()
             time.sleep(1.0)
             continue
         counts = state.counts
@@ -287,6 +295,8 @@ def cancel(store: ObjectStore, fleet: Fleet | None, manifest: Manifest) -> Batch
     end = read_end(store, run.batch_id, run.number)
     if end is not None:
         return end.status
+    if fleet is not None:
+        fleet.refuse_other_store()
     wish = write_ending(store, run.batch_id, run.number, BatchStatus.CANCELLED)
     if fleet is not None:
         fleet.ledger.set_ending(run.batch_id, run.number, wish.status.value)
@@ -342,6 +352,10 @@ class _WorkerHint:
         self._since = time.monotonic()
         self._next_look = 0.0
         self._note = ""
+
+    def start_anew(self) -> None:
+        """Forget what was missed: after an outage heartbeats come back a moment later than the broker."""
+        self._since, self._note = time.monotonic(), ""
 
     def look(self, *, runs: bool) -> str:
         """What is missing, after a while of it. Without requests to run no worker is missed."""

@@ -117,6 +117,7 @@ def write_batch(
     max_shard_size: int,
     expires_at: int | None = None,
     fail_after: int | None = None,
+    local: bool = False,
     on_lines: Callable[[int], None] | None = None,
 ) -> Manifest:
     """Second pass: write the shards' inputs, then the manifest. The batch is durable when this returns.
@@ -156,6 +157,7 @@ def write_batch(
         counts=tuple(counts),
         expires_at=expires_at,
         fail_after=fail_after,
+        local=local,
     )
     with store.writing(layout.manifest(batch_id)) as out:
         out.write(manifest.model_dump_json().encode())

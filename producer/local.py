@@ -234,6 +234,8 @@ class LocalFleet:
             "FLEET_QUEUE": GPU_QUEUE,
             # All workers of a local fleet serve the same.
             "FLEET_ROUTES": "",
+            # Other open batches of the store belong to other fleets, with other models.
+            "FLEET_ONLY_BATCH": self._batch_id,
             # Nobody waits for a fleet that is being ended; what runs is run again by the same command.
             "FLEET_DRAIN_S": "0",
             "FLEET_WORKERS_ON_HOST": str(self._workers),

@@ -34,7 +34,7 @@ _BLOCK_BYTES = 1024 * 1024
 
 def default_output(input_name: str) -> str:
     """The output's name when nobody says: the input's with `.out.jsonl`."""
-    if input_name == "-":
+    if input_name == "-" or input_name.startswith("/dev/"):
         raise DestinationError("the input is a pipe: name the output with -o")
     path = Path(plain_name(input_name))
     if not path.name:

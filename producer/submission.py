@@ -243,6 +243,7 @@ class Submission:
             batch_id=batch_id,
             new=self._options.new,
             fail_after=self._fail_after(self._checked.total),
+            local=self._options.local,
             expires_at=None if self._options.expires is None else now() + self._options.expires,
             on_lines=lambda lines: progress.note(f"writing the batch ({lines} lines)"),
         )
@@ -300,6 +301,10 @@ class Submission:
             f"{state.manifest.batch_id} {state.status.value}: {counts.completed} ok, {counts.failed} failed, "
             f"{_tokens(state)}{duration(took_s)} in all, {requests_s:.1f} requests/s -> {shown(self._output)}"
         )
+        if state.status is not BatchStatus.COMPLETED:
+            why = {BatchStatus.FAILED: "too many rows failed (--fail-after); "}.get(state.status, "")
+            local = "--local … " if self._options.local else ""
+            progress.say(f"{why}producer resume {local}{state.manifest.batch_id} runs what was not finished")
         if self._options.json:
             output, errors = (name and _place(name) for name in (self._output, self._options.errors))
             print_result(dumps(shown_object(state, output=output, errors=errors)))

@@ -147,10 +147,12 @@ class Aggregator:
             if sealed_shards(self._store, batch_id, number) != set(range(len(run.shards))):
                 return None
             wish = read_ending(self._store, batch_id, number)
-            end = write_end(self._store, batch_id, number, self._assemble(run, wish))
+            ours = self._assemble(run, wish)
+            end = write_end(self._store, batch_id, number, ours)
             self._store.remove(layout.spills(batch_id, number))
             self._relieved.pop(batch_id, None)
-            logger.info("batch %s %s: %s", batch_id, end.status.value, end.counts.model_dump())
+            if end is ours:  # else somebody else was first, and said so
+                logger.info("batch %s %s: %s", batch_id, end.status.value, end.counts.model_dump())
         self._ledger.close(batch_id, number, end.status.value)
         return end
 

@@ -131,6 +131,7 @@ class FleetApp:
             self.aggregator,
             lease_s=self.settings.lease_s,
             routes=self.routes,
+            only_batch=self.settings.only_batch,
         )
 
     @cached_property

@@ -25,6 +25,7 @@ import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import redis
@@ -145,6 +146,8 @@ class TaskPool(BasePool):  # type: ignore[misc]  # Celery has no types
         A start that fails is one sentence and exit 2; Celery alone would print a traceback and exit 1.
         """
         self._coroutines: set[asyncio.Task[None]] = set()
+        #: Acknowledges what Celery put off; set once there is a consumer.
+        self.acknowledge_deferred: Callable[[], None] = lambda: None
         self._finishers = ThreadPoolExecutor(2, thread_name_prefix="fleet-finish")
         self._finish: Coalescer[_Finished, None] = Coalescer(self._finish_many, self._finishers)
         self._receipts = Receipts(self.app.backend)
@@ -300,6 +303,9 @@ class TaskPool(BasePool):  # type: ignore[misc]  # Celery has no types
         self.host.drain()
         deadline = time.monotonic() + self.drain_s
         while self._coroutines and not self.host.dead and time.monotonic() < deadline:
+            # Celery defers acknowledgements to the consumer's loop, which turns no more (celery 5.7,
+            # worker/consumer/consumer.py, `call_soon`): what is finished would count as leased until the drain ends.
+            self.acknowledge_deferred()
             time.sleep(0.02)
         left = len(self._coroutines)
         if left:
@@ -347,6 +353,15 @@ def refuse_wrong_pool(worker: Any) -> None:
     raise SystemExit(2)
 
 
+def _perform_deferred(consumer: Any) -> None:
+    """Do what Celery put off for the consumer's loop (kombu 5.7, asynchronous/hub.py, `call_soon` and `_pop_ready`)."""
+    if consumer.hub is None:
+        consumer.perform_pending_operations()
+        return
+    for put_off in consumer.hub._pop_ready():  # noqa: SLF001 - the hub's own loop does the same
+        put_off()
+
+
 class EngineCapacity(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery has no types
     """Sizes the prefetch by what the engine wants in flight, which is known only once it is loaded.
 
@@ -359,4 +374,5 @@ class EngineCapacity(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery h
         """Set the consumer's prefetch before it starts."""
         if isinstance(parent.pool, TaskPool):
             parent.concurrency = parent.pool.limit
+            parent.pool.acknowledge_deferred = partial(_perform_deferred, parent.consumer)
             parent.consumer.initial_prefetch_count = parent.pool.limit * parent.prefetch_multiplier

@@ -5,6 +5,9 @@ lock with a time limit; everything that it does is harmless when done twice.
 Must not know: how a shard is sealed or a batch assembled (`workers.aggregate`), engines.
 On failure: an outage ends one look; the next one comes. It holds no state that matters: a new watchdog starts afresh.
 
+A local fleet's watchdog looks after its own batch alone, and no other one after local batches: their rows would be
+another model's.
+
 What a look does for each open batch, found from the store, so that a Redis that came back empty is noticed too:
 
     it is to end early, or has expired             end it
@@ -153,6 +156,7 @@ class Watchdog:
         *,
         lease_s: float,
         routes: Routes,
+        only_batch: str = "",
         spill_after_s: float = SPILL_AFTER_S,
     ) -> None:
         self._app = app
@@ -162,6 +166,9 @@ class Watchdog:
         self._lease_s = lease_s
         self._spill_after_s = spill_after_s
         self._routes = routes
+        self._only_batch = only_batch
+        #: Local batches of the store: each has a fleet of its own, or waits for it.
+        self._others: set[str] = set()
         self._who = new_worker_id()
         #: An aggregator has a heartbeat too, so that a waiting producer can say when there is none.
         self._beat = WorkerBeat(self._who, "ready", "", (), AGGREGATE_QUEUE, 0, store.uri)
@@ -224,9 +231,12 @@ class Watchdog:
             return
         self._looks += 1
         self._closed -= self._ledger.reopened()
-        for batch_id in self._store.names(layout.BATCHES):
+        names = [self._only_batch] if self._only_batch else self._store.names(layout.BATCHES)
+        for batch_id in names:
             if self._stopping.is_set():
                 return
+            if batch_id in self._others:
+                continue
             if batch_id in self._closed and not self._due(batch_id):
                 continue
             try:
@@ -245,7 +255,11 @@ class Watchdog:
         return (zlib.crc32(batch_id.encode()) + self._looks) % CLOSED_LOOKS == 0
 
     def _look_at(self, batch_id: str) -> None:
-        run = newest_run(self._store, read_manifest(self._store, batch_id))
+        manifest = read_manifest(self._store, batch_id)
+        if manifest.local and batch_id != self._only_batch:
+            self._others.add(batch_id)
+            return
+        run = newest_run(self._store, manifest)
         if read_end(self._store, batch_id, run.number) is None:
             self._look_after(run)
         else:

@@ -254,3 +254,27 @@ def test_local_needs_a_model_and_does_not_detach(workplace: Workplace) -> None:
     assert "--model" in assert_one_sentence(without_model)
     assert "--detach" in assert_one_sentence(detached)
     assert not (workplace.folder / "in.out.jsonl").exists()
+
+
+def test_a_local_fleet_runs_its_own_batch_alone(workplace: Workplace) -> None:
+    """An interrupted one in the same store waits for its own command, which has its own model."""
+    held = workplace.write("held.jsonl", [chat_line(f"h{n}", "x", echo={"latency_s": 30}) for n in range(4)])
+    mine = ("--local", "--engine", "echo", "--model", "test-model")
+    first = workplace.start_producer("submit", str(held), *mine)
+    wait_until(lambda: "requests in" in first.stderr, 30, "the batch is durable")
+    first.send(signal.SIGINT)
+    assert first.wait(30).code == 130
+    (folder,) = workplace.state.glob("batch-fleet/batches/*")
+
+    # Longer than the watchdog's interval.
+    other = workplace.write("other.jsonl", [chat_line("o", "x", model="other", echo={"latency_s": 8})])
+    run = workplace.producer("submit", str(other), "--local", "--engine", "echo", "--model", "other")
+
+    assert run.code == 0, run.stderr
+    assert not (folder / "runs/1/end.json").exists()
+    assert not list(folder.glob("runs/1/parts/*"))
+    # Cancelled while nobody ran it, it ends as that when its command runs it again.
+    assert workplace.producer("cancel", folder.name, "--local").code == 0
+    again = workplace.producer("submit", str(held), *mine)
+    assert again.code == 4, again.stderr
+    assert f"producer resume --local … {folder.name}" in again.stderr

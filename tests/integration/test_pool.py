@@ -77,6 +77,21 @@ def test_a_stopped_worker_finishes_what_runs_and_leaves_the_rest(fleet: FleetSer
     assert_completes(fleet, batch_id, lines)
 
 
+def test_what_finishes_in_a_drain_is_acknowledged_then(fleet: FleetServers) -> None:
+    """Not when the drain ends: an autoscaler would see finished work as leased, and a kill would deliver it again."""
+    lines = [*chat_lines(3, echo={"latency_s": 1.0}), chat_line("long", "x", echo={"latency_s": 8.0})]
+    batch_id = detach(fleet, lines)
+    worker = fleet.start_worker("--max-inflight", "4", FLEET_DRAIN_S="30")
+    wait_until(lambda: len(begun(fleet, batch_id)) == 4, 30, "the worker runs all")
+    worker.send(signal.SIGTERM)
+
+    wait_until(lambda: fleet.finished(batch_id) == 3, 10, "three are finished")
+    wait_until(lambda: fleet.taken() == 1, 3, "and acknowledged")
+
+    assert worker.running
+    assert worker.wait(30).code == 0
+
+
 def test_a_worker_hands_back_what_does_not_end_within_its_grace(fleet: FleetServers) -> None:
     """A03: what a platform sends before it kills; `tests/unit/test_grace.py` has the time that ours give."""
     lines = chat_lines(20, echo={"latency_s": 4.0})

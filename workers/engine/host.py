@@ -65,6 +65,8 @@ MAX_TRIES = 3
 RETRY_WAIT_S = 0.5
 #: Seconds after an aborted answer in which an engine that was told to stop is seen to die.
 ABORT_WAIT_S = 2.0
+#: Seconds between two lines of the log about a Redis that does not answer.
+COMPLAIN_S = 5.0
 #: Longest wait between tries to reach Redis.
 MAX_REDIS_WAIT_S = 5.0
 
@@ -147,6 +149,7 @@ class EngineHost:
         self._quarantine = Quarantine()
         self._in_hand: dict[str, _InHand] = {}
         self._ticked = time.monotonic()
+        self._complained = -COMPLAIN_S
         self._on_death = on_death
         self._notify = notify
         self._state = "loading"
@@ -493,7 +496,7 @@ class EngineHost:
             try:
                 answer = await ask()
             except redis.RedisError as exc:
-                logger.warning("the ledger does not answer (%s); trying again", type(exc).__name__)
+                self._complain(exc)
             else:
                 if answer.verdict is not Verdict.UNKNOWN:
                     return answer
@@ -501,6 +504,13 @@ class EngineHost:
                 await self._send("feed", at)
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, MAX_REDIS_WAIT_S)
+
+    def _complain(self, exc: redis.RedisError) -> None:
+        """Say that the ledger does not answer. Hundreds of requests find out at once, and try as long as it lasts."""
+        now = time.monotonic()
+        if now - self._complained >= COMPLAIN_S:
+            self._complained = now
+            logger.warning("the ledger does not answer (%s); trying again", type(exc).__name__)
 
     async def _send(self, kind: str, at: Address) -> None:
         """Send a message to the aggregator. One that cannot be sent is logged: it must not cost the receipt."""
