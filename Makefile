@@ -34,7 +34,8 @@ demo: $(VENV)/.cpu $(VENV)/.product $(MODEL)/config.json
 
 test: $(VENV)/.cpu $(VENV)/.dev $(MODEL)/config.json $(EMBEDDING_MODEL) $(SPEECH_MODEL)/config.json
 	$(MAKE) --no-print-directory lint
-	$(BIN)/python -m pytest --ignore=tests/vllm
+	# Three at a time, each file by one: most of them wait, and share what their file starts.
+	$(BIN)/python -m pytest --ignore=tests/vllm -n 3 --dist loadfile
 	# In a process of its own: what vLLM leaves unclosed must not be collected, and complained of, in other tests.
 	$(BIN)/python -m pytest tests/vllm
 

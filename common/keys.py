@@ -2,10 +2,10 @@
 
     key                                type    holds
     fleet:<batch>:<run>:head           hash    the run in flight: total, shards, frontier, step, finished, failed,
-                                               fail_after, ending ("cancelled", "expired", "failed" or ""), closed;
-                                               prompt:<model> and completion:<model> tokens; published:<queue> and
-                                               finished:<queue> requests. Written first by `restore`, from the
-                                               store; a script that finds none writes nothing.
+                                               fail_after, inexact, closed, ending ("cancelled", "expired", "failed"
+                                               or ""); tokens prompt:<model> and completion:<model>; requests
+                                               published:<queue> and finished:<queue>. Written first by `restore`,
+                                               from the store; a script that finds none writes nothing.
     fleet:<batch>:<run>:sealed         set     numbers of the shards whose part exists
     fleet:<batch>:<run>:rows:<shard>   hash    index -> result row, of a shard that is not sealed yet
     fleet:<batch>:<run>:marks:<shard>  hash    index -> "worker/delivery" that is running it
@@ -13,7 +13,7 @@
     fleet:<batch>:<run>:strikes:<shard> hash   index -> workers or engines that died while they ran it
     fleet:worker:<worker>              string  JSON heartbeat of a live worker, with a TTL
     fleet:workers                      zset    worker -> time of its last heartbeat, with a TTL
-    fleet:reopened                     set     ids of batches with an open run after the first
+    fleet:reopened                     set     "batch/run" of open runs after the first
     fleet:watchdog                     string  who is the watchdog now, with a TTL
     fleet:marker:<marker>              string  a marker message was consumed, with a TTL
     fleet:line:<batch>:<run>:<index>   string  a large line, lent to a worker without the store, with a TTL

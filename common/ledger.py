@@ -133,6 +133,8 @@ class Progress:
     failed: int
     closed: str
     ending: str = ""
+    #: False when rows were finished whose tokens are not counted here.
+    exact: bool = True
     #: Model -> (prompt tokens, completion tokens).
     tokens: dict[str, tuple[int, int]] = field(default_factory=dict)
     #: Queue -> requests that were published to it, and requests that were finished from it, since `restore`.
@@ -267,11 +269,13 @@ class Ledger:
         failed: int = 0,
         tokens: Mapping[str, tuple[int, int]] | None = None,
         fail_after: int | None = None,
+        closed: str = "",
     ) -> bool:
         """Write the head of a run from what the store knows. A head that exists stays; False then.
 
         `step` is the number of finished requests after which a worker asks for a feed, `spilled` the indexes by shard
-        whose rows lie in the batch directory. Those are noted first: once there is a head they may be begun.
+        whose rows lie in the batch directory, `closed` the status of a run that has ended. Spilled ones are noted
+        first: once there is a head they may be begun.
         """
         if spilled:
             with self._client.pipeline(transaction=False) as pipe:
@@ -284,7 +288,19 @@ class Ledger:
             for model, (prompt, completion) in (tokens or {}).items()
             for each in (f"{PROMPT}{model}", prompt, f"{COMPLETION}{model}", completion)
         ]
-        args = (total, shards, step, finished, failed, fail_after or "", len(counted), *counted, *sealed)
+        args = (
+            total,
+            shards,
+            step,
+            finished,
+            failed,
+            fail_after or "",
+            closed,
+            keys.CLOSED_TTL_S,
+            len(counted),
+            *counted,
+            *sealed,
+        )
         return bool(self._restore.call((keys.head(batch_id, run), keys.sealed(batch_id, run)), args))
 
     def note_published(self, batch_id: str, run: int, requests: Mapping[str, int]) -> None:
@@ -332,6 +348,14 @@ class Ledger:
         if some:
             yield some
 
+    def row_sizes(self, batch_id: str, run: int, shard: int, indexes: Sequence[int]) -> list[int]:
+        """The bytes of each row of a shard that lies in Redis."""
+        key = keys.rows(batch_id, run, shard)
+        with self._client.pipeline(transaction=False) as pipe:
+            for index in indexes:
+                pipe.hstrlen(key, str(index))
+            return [size for size in pipe.execute() if size]
+
     def mark_spilled(self, batch_id: str, run: int, shard: int, digests: Sequence[tuple[int, str]]) -> int:
         """Let go of rows that lie in the batch directory: each is given by its index and the SHA-1 of its bytes.
 
@@ -350,9 +374,15 @@ class Ledger:
         limit = int(info.get("maxmemory") or 0)
         return int(info["used_memory"]) / limit if limit else 0.0
 
-    def mark_sealed(self, batch_id: str, run: int, shard: int) -> None:
-        """Note that the shard's part exists. From now on its rows are dropped and its deliveries answered as done."""
-        self._mark_sealed.call((keys.head(batch_id, run), keys.sealed(batch_id, run)), (shard,))
+    def mark_sealed(self, batch_id: str, run: int, shard: int, count: int) -> None:
+        """Note that the shard's part exists. From now on its rows are dropped and its deliveries answered as done.
+
+        Of its `count` rows those that Redis does not have, since it was emptied after they were sealed, count as
+        finished from now on; their tokens are not known here then (`Progress.exact`).
+        """
+        self._mark_sealed.call(
+            (keys.head(batch_id, run), keys.sealed(batch_id, run), keys.rows(batch_id, run, shard)), (shard, count)
+        )
 
     def is_sealed(self, batch_id: str, run: int, shard: int) -> bool:
         """Whether the ledger knows the shard as sealed."""
@@ -376,9 +406,9 @@ class Ledger:
             keys.strikes(batch_id, run, shard),
         )
 
-    def note_sealed(self, batch_id: str, run: int, shard: int) -> None:
+    def note_sealed(self, batch_id: str, run: int, shard: int, count: int) -> None:
         """What follows the creation of a part, in this order: mark its shard as sealed, drop its rows."""
-        self.mark_sealed(batch_id, run, shard)
+        self.mark_sealed(batch_id, run, shard, count)
         self.drop_shard(batch_id, run, shard)
 
     def set_ending(self, batch_id: str, run: int, ending: str) -> None:
@@ -396,16 +426,16 @@ class Ledger:
         """Close the run: deliveries are answered as done, and what is left expires."""
         prefixes = [key(batch_id, run, 0)[:-1] for key in (keys.rows, keys.marks, keys.calls, keys.strikes)]
         self._close.call((keys.head(batch_id, run), keys.sealed(batch_id, run)), (status, keys.CLOSED_TTL_S, *prefixes))
-        self._client.srem(keys.REOPENED, batch_id)
+        self._client.srem(keys.REOPENED, f"{batch_id}/{run}")
 
-    def note_reopened(self, batch_id: str) -> None:
+    def note_reopened(self, batch_id: str, run: int) -> None:
         """Tell the watchdog, who looks at closed batches only now and then, of a run after the first."""
-        self._client.sadd(keys.REOPENED, batch_id)
+        self._client.sadd(keys.REOPENED, f"{batch_id}/{run}")
 
     def reopened(self) -> set[str]:
         """Batches with an open run after the first, by what was noted."""
         members: Any = self._client.smembers(keys.REOPENED)
-        return {member.decode() for member in members}
+        return {member.decode().partition("/")[0] for member in members}
 
     def missing(self, batch_id: str, run: int, shard: int, indexes: Sequence[int]) -> set[int]:
         """Indexes of an unsealed shard that are not recorded. Asks for the rows' names alone: rows may be large."""
@@ -509,6 +539,7 @@ def parse_head(head: Mapping[bytes, bytes]) -> Progress:
         frontier=number(b"frontier"),
         finished=number(b"finished"),
         failed=number(b"failed"),
+        exact=b"inexact" not in head,
         tokens=_pairs(head, PROMPT, COMPLETION),
         published=_numbers(head, PUBLISHED),
         finished_from=_numbers(head, FINISHED),

@@ -208,6 +208,7 @@ def restore(store: ObjectStore, ledger: Ledger, run: Run, *, window: int) -> boo
         failed=tally.failed,
         tokens=tally.tokens,
         fail_after=run.manifest.fail_after if number == FIRST_RUN else None,
+        closed="" if end is None else end.status.value,
     )
     if end is not None:
         ledger.close(batch_id, number, end.status.value)
@@ -219,7 +220,7 @@ def restore(store: ObjectStore, ledger: Ledger, run: Run, *, window: int) -> boo
 def reconcile(store: ObjectStore, ledger: Ledger, run: Run) -> None:
     """Tell the ledger of parts that it does not know as sealed: their sealer died between creating and noting them."""
     for shard in sealed_shards(store, run.batch_id, run.number) - ledger.sealed(run.batch_id, run.number):
-        ledger.note_sealed(run.batch_id, run.number, shard)
+        ledger.note_sealed(run.batch_id, run.number, shard, run.shards[shard].count)
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,11 +77,15 @@ RESTORE = """
 local head, sealed = KEYS[1], KEYS[2]
 if redis.call('EXISTS', head) == 1 then return 0 end
 redis.call('DEL', sealed)
-local counted = 7 + tonumber(ARGV[7])
+local counted = 9 + tonumber(ARGV[9])
 for i = counted + 1, #ARGV do redis.call('SADD', sealed, ARGV[i]) end
-for i = 8, counted, 2 do redis.call('HSET', head, ARGV[i], ARGV[i + 1]) end
+for i = 10, counted, 2 do redis.call('HSET', head, ARGV[i], ARGV[i + 1]) end
 redis.call('HSET', head, 'total', ARGV[1], 'shards', ARGV[2], 'step', ARGV[3], 'finished', ARGV[4], 'failed', ARGV[5],
-    'fail_after', ARGV[6], 'frontier', 0, 'ending', '', 'closed', '')
+    'fail_after', ARGV[6], 'frontier', 0, 'ending', '', 'closed', ARGV[7])
+if ARGV[7] ~= '' then
+    redis.call('EXPIRE', head, ARGV[8])
+    redis.call('EXPIRE', sealed, ARGV[8])
+end
 return 1
 """
 
@@ -94,8 +98,13 @@ return 1
 
 # Sealing and spilling make room: they must work when Redis is full (Redis 7, "Script flags").
 MARK_SEALED = """#!lua flags=allow-oom
-if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
-return redis.call('SADD', KEYS[2], ARGV[1])
+if redis.call('EXISTS', KEYS[1]) == 0 or redis.call('SADD', KEYS[2], ARGV[1]) == 0 then return 0 end
+local lost = tonumber(ARGV[2]) - redis.call('HLEN', KEYS[3])
+if lost > 0 then
+    redis.call('HINCRBY', KEYS[1], 'finished', lost)
+    redis.call('HSET', KEYS[1], 'inexact', '1')
+end
+return 1
 """
 
 MARK_SPILLED = """#!lua flags=allow-oom

@@ -28,13 +28,27 @@ if TYPE_CHECKING:
 
 _NO_ROW = (-1, b"")
 
+#: Rows, or bytes of rows, that are worth a spill object; and how many objects a shard may have.
+LEAST_ROWS = 16
+LEAST_BYTES = 1024 * 1024
+MAX_SPILLS = 200
+
 #: Rows that Redis is asked to let go of at once.
 _SLICE = 500
 
 
 def spill_shard(store: ObjectStore, ledger: Ledger, run: Run, shard: Shard) -> int:
-    """Move the recorded rows of an open shard into the batch directory; returns how many left Redis."""
-    number = max(_numbers(store, run, shard.number), default=0) + 1
+    """Move the recorded rows of an open shard into the batch directory; returns how many left Redis.
+
+    Nothing happens where few rows are new: objects must not pile up, they are all open when a shard is sealed.
+    """
+    sizes = ledger.row_sizes(run.batch_id, run.number, shard.number, shard.indexes)
+    if len(sizes) < LEAST_ROWS and sum(sizes) < LEAST_BYTES:
+        return 0
+    numbers = _numbers(store, run, shard.number)
+    if len(numbers) >= MAX_SPILLS:
+        return 0
+    number = max(numbers, default=0) + 1
     digests: list[tuple[int, str]] = []
     with store.writing(layout.spill(run.batch_id, run.number, shard.number, number)) as out:
         rows = ledger.rows(run.batch_id, run.number, shard.number, shard.indexes)
@@ -50,24 +64,34 @@ def spill_shard(store: ObjectStore, ledger: Ledger, run: Run, shard: Shard) -> i
     )
 
 
-def shard_rows(store: ObjectStore, ledger: Ledger, run: Run, shard: Shard) -> Iterator[bytes | None]:
+def shard_rows(store: ObjectStore, ledger: Ledger, run: Run, shard: Shard, *, forget: bool) -> Iterator[bytes | None]:
     """The rows of an unsealed shard in order, wherever they lie; None where a row is missing.
 
-    One that should have been spilled and is not there is forgotten, so that its request is run again.
+    With `forget` a row that should have been spilled and is not there is forgotten, so that its request is run again.
     """
     spilled = spilled_rows(store, run, shard.number)
     at, found = next(spilled, _NO_ROW)
+
+    def look_again(index: int) -> tuple[int, bytes]:
+        """The rows were spilled after the spills were listed: list them once more, up to this index."""
+        nonlocal spilled
+        spilled = spilled_rows(store, run, shard.number)
+        return next((each for each in spilled if each[0] >= index), _NO_ROW)
+
     for index, row in zip(
         shard.indexes, ledger.rows(run.batch_id, run.number, shard.number, shard.indexes), strict=True
     ):
         while 0 <= at < index:
             at, found = next(spilled, _NO_ROW)
+        if row == SPILLED and at != index:
+            at, found = look_again(index)
         if row != SPILLED:
             yield row
         elif at == index:
             yield found
         else:
-            ledger.unspill(run.batch_id, run.number, shard.number, index)
+            if forget:
+                ledger.unspill(run.batch_id, run.number, shard.number, index)
             yield None
 
 

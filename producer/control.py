@@ -221,7 +221,7 @@ def start(fleet: Fleet, run: Run) -> None:
     """
     try:
         if run.number != FIRST_RUN:
-            fleet.ledger.note_reopened(run.batch_id)
+            fleet.ledger.note_reopened(run.batch_id, run.number)
         restore(fleet.store, fleet.ledger, run, window=fleet.settings.window)
         reconcile(fleet.store, fleet.ledger, run)
         if (wish := read_ending(fleet.store, run.batch_id, run.number)) is not None:

@@ -104,7 +104,7 @@ class Aggregator:
             self._write_part(run, shard, self._rows(run, shard))
             logger.info("sealed shard %d of %s (%d rows)", shard_number, batch_id, shard.count)
         restore(self._store, self._ledger, run, window=self._window)
-        self._ledger.note_sealed(batch_id, number, shard_number)
+        self._ledger.note_sealed(batch_id, number, shard_number, shard.count)
         return self._ledger.sealed_count(batch_id, number) >= len(run.shards)
 
     def end_early(self, batch_id: str, number: int) -> RunEnd | None:
@@ -123,7 +123,7 @@ class Aggregator:
         for shard in run.shards:
             if shard.number not in sealed:
                 self._write_part(run, shard, self._rows_or_failures(run, shard, failure))
-            self._ledger.note_sealed(batch_id, number, shard.number)
+            self._ledger.note_sealed(batch_id, number, shard.number, shard.count)
         return self.assemble_batch(batch_id, number)
 
     def fail_request(self, at: Address) -> None:
@@ -189,7 +189,9 @@ class Aggregator:
             rows = sum(
                 spill_shard(self._store, self._ledger, run, shard)
                 for shard in run.shards[: progress.frontier]
-                if shard.number not in sealed and self._ledger.recorded(batch_id, number, shard.number)
+                # A full shard is sealed now, and its sealer reads what we would move away.
+                if shard.number not in sealed
+                and 0 < self._ledger.recorded(batch_id, number, shard.number) < shard.count
             )
             self._relieved[batch_id] = time.monotonic()
         finally:
@@ -202,12 +204,14 @@ class Aggregator:
                 part.write(row + b"\n")
 
     def _rows_or_failures(self, run: Run, shard: Shard, failure: Failure) -> Iterator[bytes]:
-        rows = shard_rows(self._store, self._ledger, run, shard)
+        rows = shard_rows(self._store, self._ledger, run, shard, forget=False)
         for row, (_, line) in zip(rows, shard_lines(self._store, run, shard), strict=True):
             yield row if row is not None else failed_row(custom_id_of(line), failure)
 
     def _rows(self, run: Run, shard: Shard) -> Iterator[bytes]:
-        for index, row in zip(shard.indexes, shard_rows(self._store, self._ledger, run, shard), strict=True):
+        for index, row in zip(
+            shard.indexes, shard_rows(self._store, self._ledger, run, shard, forget=True), strict=True
+        ):
             if row is None:
                 raise HoleError(f"row {index} of {run.batch_id}, shard {shard.number}, is not recorded")
             yield row
@@ -253,9 +257,11 @@ class Aggregator:
                 yield from rows
 
     def _usage(self, run: Run) -> Usage:
-        """The ledger's token counts, from the rows where Redis lost them, on top of those of the runs before."""
+        """The ledger's token counts, from the rows where Redis lost some, on top of those of the runs before."""
         restore(self._store, self._ledger, run, window=self._window)
-        return state_of_run(self._store, self._ledger, run).usage
+        progress = self._ledger.progress(run.batch_id, run.number)
+        exact = progress is not None and progress.exact
+        return state_of_run(self._store, self._ledger if exact else None, run).usage
 
     def _run(self, batch_id: str, number: int) -> Run:
         run = self._runs.get((batch_id, number))

@@ -41,7 +41,7 @@ from kombu.exceptions import OperationalError
 from common import broker, layout
 from common.batch import BatchStatus
 from common.dispatch import republish, send, shard_queues
-from common.errors import FleetError, NoSuchBatchError, ObjectMissingError
+from common.errors import FleetError, NoSuchBatchError, StoreUnavailableError
 from common.ledger import WorkerBeat, new_worker_id
 from common.runs import (
     newest_run,
@@ -175,7 +175,8 @@ class Watchdog:
         self._trouble, self._trouble_at = "", 0.0
         self._closed: set[str] = set()
         self._looks = 0
-        self._watched: dict[str, _Watched] = {}
+        #: By batch and run: what was seen of one run says nothing about the next one.
+        self._watched: dict[tuple[str, int], _Watched] = {}
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -243,9 +244,11 @@ class Watchdog:
                 self._look_at(batch_id)
             except NoSuchBatchError:
                 continue  # it is being submitted
-            except (ValueError, ObjectMissingError) as exc:
-                # One batch that cannot be read must not blind us to the others.
+            except (StoreUnavailableError, redis.RedisError, OperationalError):
+                raise
+            except Exception as exc:
                 logger.error("%s cannot be looked after: %s", batch_id, type(exc).__name__)
+                logger.debug("%s", batch_id, exc_info=True)
 
     def _due(self, batch_id: str) -> bool:
         """Whether a closed batch is to be looked at again: each in some look of every `CLOSED_LOOKS`.
@@ -264,7 +267,7 @@ class Watchdog:
             self._look_after(run)
         else:
             self._closed.add(batch_id)
-            self._watched.pop(batch_id, None)
+            self._watched.pop((batch_id, run.number), None)
 
     def _look_after(self, run: Run) -> None:
         batch_id, number = run.batch_id, run.number
@@ -283,7 +286,8 @@ class Watchdog:
         published = [shard for shard in run.shards[: progress.frontier] if shard.number not in sealed]
         self._ledger.keep_open(batch_id, number, (shard.number for shard in published))
         missing = [(shard, self._ledger.missing(batch_id, number, shard.number, shard.indexes)) for shard in published]
-        watched = self._watched.setdefault(batch_id, _Watched())
+        watched = self._watched.setdefault((batch_id, number), _Watched())
+        self._watched.pop((batch_id, number - 1), None)
         self._seal_full(run, {shard.number for shard, indexes in missing if not indexes}, watched)
         unrecorded = [(shard, indexes) for shard, indexes in missing if indexes]
         self._fill_gaps(run, unrecorded, watched)

@@ -199,7 +199,7 @@ def test_begin_and_record_on_a_sealed_shard_are_done_and_write_nothing(
     ledger: Ledger, batch: str, broker_server: BrokerServer
 ) -> None:
     restored(ledger, batch)
-    ledger.mark_sealed(batch, 1, 0)
+    ledger.mark_sealed(batch, 1, 0, 4)
     ledger.drop_shard(batch, 1, 0)
 
     assert ledger.begin([Claim(at(batch), "w/a")]) == [Begun(Verdict.DONE)]
@@ -224,7 +224,7 @@ def test_nothing_is_written_for_a_run_that_redis_does_not_know(
     assert ledger.begin([Claim(at(batch), "w/a")]) == [Begun(Verdict.UNKNOWN)]
     assert ledger.record([row(at(batch))]) == [Recorded(Verdict.UNKNOWN)]
     assert ledger.claim_shard(batch, 1, 0) is False
-    ledger.mark_sealed(batch, 1, 0)
+    ledger.mark_sealed(batch, 1, 0, 4)
     ledger.close(batch, 1, "completed")
 
     assert ledger.progress(batch, 1) is None
@@ -491,3 +491,54 @@ def test_finished_requests_are_counted_by_queue_where_they_were_published_by_que
     progress = ledger.progress(batch, 1)
     assert progress is not None
     assert (progress.unfinished("gpu"), progress.unfinished("other"), progress.unfinished("no")) == (2, 2, 0)
+
+
+def test_rows_that_were_sealed_while_redis_lost_them_count_as_finished(ledger: Ledger, batch: str) -> None:
+    """Else the window stays smaller by them for ever, and nothing may be published again. Noted twice, counted once."""
+    ledger.restore(batch, 1, total=8, shards=2, step=5)
+    ledger.record([row(at(batch, 0), tokens=1)])
+
+    for _ in range(2):
+        ledger.note_sealed(batch, 1, 0, 4)
+
+    progress = ledger.progress(batch, 1)
+    assert progress is not None
+    assert (progress.finished, progress.exact) == (4, False)
+
+
+def test_rows_that_were_recorded_are_not_counted_again_when_they_are_sealed(ledger: Ledger, batch: str) -> None:
+    ledger.restore(batch, 1, total=8, shards=2, step=5)
+    ledger.record([row(at(batch, n)) for n in range(4)])
+
+    ledger.note_sealed(batch, 1, 0, 4)
+
+    progress = ledger.progress(batch, 1)
+    assert progress is not None
+    assert (progress.finished, progress.exact) == (4, True)
+
+
+def test_a_run_that_has_ended_comes_back_closed_and_expires(
+    ledger: Ledger, batch: str, broker_server: BrokerServer
+) -> None:
+    """In one step: whoever dies after it must not leave a head that reads as open."""
+    ledger.close(batch, 1, "completed")
+    broker_server.client.delete(keys.head(batch, 1))
+
+    assert ledger.restore(batch, 1, total=8, shards=2, step=5, sealed=[0, 1], closed="completed")
+
+    progress = ledger.progress(batch, 1)
+    assert progress is not None
+    assert progress.closed == "completed"
+    assert broker_server.client.ttl(keys.head(batch, 1)) > 0
+    assert broker_server.client.ttl(keys.sealed(batch, 1)) > 0
+
+
+def test_a_late_close_of_a_run_leaves_the_next_one_announced(ledger: Ledger, batch: str) -> None:
+    ledger.note_reopened(batch, 2)
+
+    ledger.close(batch, 1, "completed")
+
+    assert ledger.reopened() == {batch}
+    ledger.restore(batch, 2, total=1, shards=1, step=1)
+    ledger.close(batch, 2, "completed")
+    assert ledger.reopened() == set()

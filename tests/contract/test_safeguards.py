@@ -103,7 +103,7 @@ def test_a_row_that_comes_after_its_shard_was_sealed_is_dropped(
 ) -> None:
     """Off: rows that nobody reads any more come back to life, and are counted."""
     ledger = ledger_with(DROPS_LATE, on)
-    ledger.note_sealed(batch, 1, 0)
+    ledger.note_sealed(batch, 1, 0, 4)
 
     ledger.record([row(batch, b"late")])
 

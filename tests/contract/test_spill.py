@@ -12,7 +12,7 @@ from common.errors import HoleError
 from common.ledger import Address, Claim, Ledger, Row, Verdict
 from common.routes import Routes
 from common.runs import restore, state_of, write_ending
-from common.spill import spill_shard, spilled_rows
+from common.spill import shard_rows, spill_shard, spilled_rows
 from common.store import LocalStore
 from producer import control, intake
 from tests.invariants import chat_lines, rows_of
@@ -78,7 +78,8 @@ class Spilling:
 
 
 @pytest.fixture
-def batch(broker_server: BrokerServer, tmp_path: Path) -> Spilling:
+def batch(broker_server: BrokerServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Spilling:
+    monkeypatch.setattr("common.spill.LEAST_ROWS", 1)
     return Spilling(broker_server, tmp_path)
 
 
@@ -208,3 +209,51 @@ def test_only_so_many_bytes_of_rows_are_read_at_once(batch: Spilling, monkeypatc
     assert rows == [row(index) for index in batch.shard.indexes]
     calls = int(batch.client.info("commandstats")["cmdstat_hmget"]["calls"]) - before
     assert calls >= sum(map(len, rows)) // 500  # type: ignore[arg-type]  # no row is missing
+
+
+def test_few_new_rows_are_not_worth_an_object(batch: Spilling, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard that a straggler keeps open is looked at every second while memory is short."""
+    monkeypatch.setattr("common.spill.LEAST_ROWS", 16)
+    batch.record(*batch.shard.indexes[:20])
+    assert batch.spill() == 20
+
+    assert batch.spill() == 0
+    batch.record(*batch.shard.indexes[20:25])
+    assert batch.spill() == 0
+    monkeypatch.setattr("common.spill.LEAST_BYTES", 100)
+    assert batch.spill() == 5
+
+    assert sorted(batch.store.names(layout.spills(batch.run.batch_id, 1, 0))) == ["000001.jsonl", "000002.jsonl"]
+
+
+def test_rows_that_are_spilled_while_they_are_sealed_are_found(batch: Spilling) -> None:
+    """Their object was not there yet when the spills were listed: forgetting them would run them again."""
+    batch.record(*batch.shard.indexes)
+    rows = shard_rows(batch.store, batch.ledger, batch.run, batch.shard, forget=True)
+    spilled = spilled_rows(batch.store, batch.run, 0)
+    assert next(spilled, None) is None  # as the sealer lists them
+    batch.spill()
+
+    assert [each for each in rows if each is not None] == [row(index) for index in batch.shard.indexes]
+    assert not batch.ledger.missing(batch.run.batch_id, 1, 0, batch.shard.indexes)
+
+
+def test_rows_that_are_spilled_in_the_middle_of_a_seal_are_found(
+    batch: Spilling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.ledger.SLICE_BYTES", 1)  # row by row
+    batch.record(*batch.shard.indexes)
+    rows = shard_rows(batch.store, batch.ledger, batch.run, batch.shard, forget=True)
+    first = [next(rows) for _ in range(7)]
+    batch.spill()
+
+    assert [*first, *rows] == [row(index) for index in batch.shard.indexes]
+
+
+def test_an_early_end_forgets_nothing(batch: Spilling) -> None:
+    batch.record(1)
+    batch.spill()
+    batch.store.remove(layout.spills(batch.run.batch_id, 1))
+
+    assert list(shard_rows(batch.store, batch.ledger, batch.run, batch.shard, forget=False))[1] is None
+    assert 1 not in batch.ledger.missing(batch.run.batch_id, 1, 0, batch.shard.indexes)

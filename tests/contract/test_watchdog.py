@@ -16,10 +16,10 @@ from common import broker, layout
 from common.batch import first_run
 from common.ledger import Address, Ledger, Row, WorkerBeat
 from common.routes import Routes
-from common.runs import restore
+from common.runs import restore, start_run
 from common.store import LocalStore
 from producer import control, intake
-from tests.invariants import chat_lines
+from tests.invariants import chat_line, chat_lines
 from tests.servers import BrokerServer
 from workers import watchdog
 from workers.aggregate import Aggregator
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
     from common.batch import Run
 
+DONE = b'{"id":"x","custom_id":"c","response":{"status_code":200,"body":{}},"error":null}'
+FAILED = b'{"id":"x","custom_id":"c","response":null,"error":{"code":"model_not_found","message":"m"}}'
+
 ON_AND_OFF = pytest.mark.parametrize("on", [True, False], ids=["on", "off"])
 
 #: More looks than any healing takes.
@@ -42,16 +45,19 @@ LOOKS = 4
 class Bench:
     """A batch of one shard of three requests, published by nobody yet, and a watchdog that looks when it is told to."""
 
-    def __init__(self, server: BrokerServer, folder: Path) -> None:
+    def __init__(
+        self, server: BrokerServer, folder: Path, lines: list[str] | None = None, routes: Routes | None = None
+    ) -> None:
         self.server = server
         self.client = server.client
         self.app: Celery = broker.make_app(server.url)
         self.store = LocalStore(folder / "store")
         self.ledger = Ledger(self.client)
-        aggregator = Aggregator(self.app, self.store, self.ledger, window=16, routes=Routes())
-        self.watchdog = Watchdog(self.app, self.store, self.ledger, aggregator, lease_s=0.0, routes=Routes())
+        routes = routes or Routes()
+        self.aggregator = Aggregator(self.app, self.store, self.ledger, window=1000, routes=routes)
+        self.watchdog = Watchdog(self.app, self.store, self.ledger, self.aggregator, lease_s=0.0, routes=routes)
         source = folder / "in.jsonl"
-        source.write_text("".join(f"{line}\n" for line in chat_lines(3)))
+        source.write_text("".join(f"{line}\n" for line in lines or chat_lines(3)))
         checked = intake.check("in.jsonl", str(source))
         self.run: Run = first_run(control.write_batch(self.store, checked, digest="d", max_shard_size=16))
         self.batch_id = self.run.batch_id
@@ -68,6 +74,11 @@ class Bench:
         for _ in range(LOOKS if on else 0):
             self.watchdog.look()
 
+    def close(self) -> None:
+        self.app.backend.client.connection_pool.disconnect()
+        self.app.pool.force_close_all()
+        self.app.close()
+
     def sent(self, queue: str) -> list[str]:
         messages: Any = self.client.lrange(queue, 0, -1)
         return [json.loads(message)["headers"]["task"] for message in messages]
@@ -79,9 +90,7 @@ def bench(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     with BrokerServer(tmp_path / "b", {"PATH": os.environ.get("PATH", os.defpath)}) as started:
         made = Bench(started, tmp_path)
         yield made
-        made.app.backend.client.connection_pool.disconnect()
-        made.app.pool.force_close_all()
-        made.app.close()
+        made.close()
 
 
 @ON_AND_OFF
@@ -135,3 +144,55 @@ def test_a_part_that_nobody_noted_is_noted_and_the_batch_assembled(bench: Bench,
 
     assert bench.ledger.is_sealed(bench.batch_id, 1, 0) is on
     assert (broker.ASSEMBLE_BATCH in bench.sent("aggregate")) is on
+
+
+def test_what_was_seen_of_one_run_says_nothing_about_the_next(server: str, tmp_path: Path) -> None:
+    """A run that starts within a look of the end of the one before; its shard 0 holds other requests."""
+    routes = Routes.parse("a=gpu-a,b=gpu-b")
+    with BrokerServer(tmp_path / "b", {"PATH": os.environ.get("PATH", os.defpath)}) as started:
+        bench = Bench(started, tmp_path, [chat_line(f"c{n}", "x", model="ab"[n % 2]) for n in range(40)], routes)
+        bench.watchdog.look()
+        for shard in bench.run.shards:
+            bench.ledger.record(
+                [
+                    Row(
+                        Address(bench.batch_id, 1, shard.number, index),
+                        FAILED if index > 30 else b"{}",
+                        False,
+                        0,
+                        0,
+                        16,
+                    )
+                    for index in shard.indexes
+                ]
+            )
+            bench.aggregator.seal_shard(bench.batch_id, 1, shard.number)
+        assert bench.aggregator.assemble_batch(bench.batch_id, 1) is not None
+        run = start_run(bench.store, bench.run, range(31, 40))
+        bench.ledger.note_reopened(bench.batch_id, 2)
+        assert run.shards[0].number == 0
+
+        bench.watchdog.look()
+
+        assert bench.ledger.progress(bench.batch_id, 2) is not None
+        assert (bench.batch_id, 1) not in bench.watchdog._watched
+        queues = bench.watchdog._watched[bench.batch_id, 2].queues.values()
+        assert {index for each in queues for index in each} == set(range(31, 40))
+        bench.close()
+
+
+def test_a_batch_that_cannot_be_looked_after_does_not_blind_the_watchdog(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looked = []
+
+    def look_at(batch_id: str) -> None:
+        looked.append(batch_id)
+        raise KeyError(48)
+
+    monkeypatch.setattr(bench.watchdog, "_look_at", look_at)
+
+    bench.watchdog.look()
+
+    assert looked == [bench.batch_id]
+    assert "cannot be looked after: KeyError" in caplog.text
