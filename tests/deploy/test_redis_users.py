@@ -208,11 +208,28 @@ RULE = [
     ("replicaof", "no", "one"),
     ("module", "list"),
     ("monitor",),
+    # In the category `connection`, like what every client needs: they stop or spy on all others.
+    ("client", "pause", "1000", "all"),
+    ("client", "unpause"),
+    ("client", "kill", "user", "fleet"),
+    ("client", "list"),
+    ("client", "no-evict", "on"),
+    ("client", "unblock", "1"),
+    ("client", "tracking", "on", "bcast"),
 ]
 
 
 #: The last one is how Redis 7.0 refuses a command inside of a script.
 REFUSALS = ("no permissions", "acl failure", "can't run this command")
+
+
+@pytest.mark.parametrize("user", ["fleet", "scaler", "exporter", "flower"])
+def test_every_user_may_do_what_connections_need(secure: SecureRedis, user: str) -> None:
+    with secure.client(user) as client:
+        assert client.ping()
+        for command in (("client", "setname", "x"), ("client", "getname"), ("client", "id"), ("echo", "x")):
+            client.execute_command(*command)
+        client.execute_command("hello", "3", "auth", user, PASSWORDS[user])
 
 
 @pytest.mark.parametrize("user", ["scaler", "exporter", "flower"])
@@ -228,8 +245,9 @@ def test_watchers_can_neither_read_prompts_nor_change_work(secure: SecureRedis, 
 def test_the_fleet_itself_does_not_rule_the_server(secure: SecureRedis) -> None:
     with secure.client("fleet") as client:
         for command in RULE:
-            with pytest.raises(redis.ResponseError):
+            with pytest.raises(redis.ResponseError) as caught:
                 client.execute_command(*command)
+            assert any(words in str(caught.value).lower() for words in REFUSALS), (command, caught.value)
 
 
 def test_the_scaler_sees_what_is_queued_and_what_is_leased(secure: SecureRedis) -> None:
