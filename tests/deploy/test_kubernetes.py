@@ -92,6 +92,21 @@ def test_the_job_that_submits_is_what_kubernetes_takes(tmp_path: Path) -> None:
     assert checked.returncode == 0, checked.stdout
 
 
+def test_a_batch_that_is_closed_is_not_submitted_again() -> None:
+    """By the README's exit codes: what is neither success nor an outage ends the Job at once."""
+    spec = yaml.safe_load((TOP / K8S / "submit.yaml").read_text())["spec"]
+    section = (TOP / "README.md").read_text().partition("### producer")[2].partition("### worker")[0]
+    codes = [int(code) for code in re.findall(r"^\| (\d+) \| ", section, re.MULTILINE)]
+    (rule,) = spec["podFailurePolicy"]["rules"]
+    (container,) = spec["template"]["spec"]["containers"]
+
+    assert codes == [0, 1, 2, 3, 4]
+    assert rule["action"] == "FailJob"
+    assert rule["onExitCodes"] == {"containerName": container["name"], "operator": "In", "values": [2, 3, 4]}
+    # Kubernetes wants it for such a policy; a container that restarts in its Pod would submit again, too.
+    assert spec["template"]["spec"]["restartPolicy"] == "Never"
+
+
 def test_the_check_of_manifests_finds_a_misspelt_field(render: Callable[[str], str], tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(render("base").replace("terminationGracePeriodSeconds", "terminationGracePeriodSecond"))
