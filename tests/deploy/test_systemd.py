@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from typing import TYPE_CHECKING
 
 import pytest
@@ -47,7 +48,7 @@ def test_systemd_would_not_take_a_misspelt_setting(tmp_path: Path) -> None:
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
 def test_a_unit_starts_a_command_that_exists_without_privileges(unit: Path) -> None:
     found = settings(unit)
-    program, command, *_ = found["ExecStart"][0].split()
+    program, command, *_ = re.sub(r"^/bin/sh -c 'exec ", "", found["ExecStart"][0]).split()
 
     assert program == "/opt/batch-fleet/bin/worker"
     assert re.search(rf"^ +{command}\b", build_parser().format_help(), re.MULTILINE)
@@ -55,6 +56,28 @@ def test_a_unit_starts_a_command_that_exists_without_privileges(unit: Path) -> N
     assert (found["NoNewPrivileges"], found["CapabilityBoundingSet"]) == (["yes"], [""])
     assert found["ProtectSystem"] == ["strict"]
     assert f"`{unit.stem.replace('@', '@N')}`" in PAGE
+
+
+@pytest.mark.parametrize("number", [0, 4, 5, 10, 99])
+def test_each_worker_of_a_machine_has_a_port_of_its_own(tmp_path: Path, number: int) -> None:
+    """The unit's own command, by a shell; its numbers are the documented ones and nobody else's."""
+    (start,) = settings(TOP / "deploy/systemd/fleet-worker@.service")["ExecStart"]
+    shell, option, line = shlex.split(start.replace("%i", str(number)).replace("$$", "$"))
+    stub = tmp_path / "worker"
+    stub.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    stub.chmod(0o755)
+    (base,) = re.findall(r"on port (\d+) \+ N", PAGE)
+
+    started = run(shell, option, line.replace("/opt/batch-fleet/bin/worker", str(stub)), FLEET_MODEL="a model")
+
+    assert started.stdout.splitlines() == ["serve", "a model", "--metrics-port", str(int(base) + number)]
+    assert not {9464, 9465} & set(range(int(base), int(base) + 100))
+
+
+def test_no_documented_command_shows_a_password_to_the_machine() -> None:
+    """Arguments stand in the process list."""
+    for block in re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL):
+        assert not re.search(r"\benv [^\n]*FLEET_BROKER_URL=", block), block
 
 
 def test_a_worker_gets_more_time_to_stop_than_it_needs_to_drain() -> None:
