@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from common.settings import ExporterSettings, FleetSettings, ProducerSettings, WorkerSettings
 from tests.deploy.composefile import config, env_file
 from tests.deploy.conftest import TOP, binary, run
 from workers.flower import SETTINGS
@@ -148,12 +149,49 @@ def test_flower_asks_for_a_password_and_changes_nothing(services: dict[str, Any]
     assert "FLOWER_READ_ONLY" not in flower["environment"]
 
 
+#: Not the operator's in Compose: the file says itself where pages are, which engine a service has, and where Redis is;
+#: the last one is local mode's.
+OWN = {"BROKER_URL", "METRICS_PORT", "METRICS_HOST", "EXPORTER_PORT", "EXPORTER_HOST", "ENGINE", "ONLY_BATCH"}
+READERS: dict[str, tuple[type[FleetSettings], set[str]]] = {
+    "producer": (ProducerSettings, OWN),
+    # What no route names stays in the queue `gpu`, whichever queue the workers here consume.
+    "exporter": (ExporterSettings, OWN | {"QUEUE", "STORE", "S3_ENDPOINT", "WINDOW", "SHARD_SIZE"}),
+    # They seal, assemble and publish; the rest is about engines.
+    "aggregator": (FleetSettings, OWN),
+    # They publish nothing, and ask the aggregator for large lines. The model is an argument.
+    **dict.fromkeys(
+        ("worker-cpu", "worker-gpu"),
+        (WorkerSettings, OWN | {"STORE", "S3_ENDPOINT", "WINDOW", "SHARD_SIZE", "ROUTES", "MODEL"}),
+    ),
+}
+
+
+@pytest.mark.parametrize("service", READERS)
+def test_what_an_operator_sets_arrives_where_it_is_read(env: Path, tmp_path: Path, service: str) -> None:
+    """Each variable of the settings classes, from `.env`, unchanged."""
+    kind, own = READERS[service]
+    known = {
+        name.upper() for each in (ProducerSettings, WorkerSettings, ExporterSettings) for name in each.model_fields
+    }
+    given = {f"FLEET_{name}": "77" for name in sorted(known - OWN)}
+    full = tmp_path / "env"
+    kept = [line for line in env.read_text().splitlines() if line.partition("=")[0] not in given]
+    full.write_text("\n".join([*kept, *(f"{name}={value}" for name, value in given.items())]) + "\n")
+
+    arrived = config(full)["services"][service]["environment"]
+
+    wanted = {f"FLEET_{name.upper()}" for name in kind.model_fields} - {f"FLEET_{name}" for name in own}
+    if service != "producer":
+        wanted.add("FLEET_LOG_FORMAT")
+    if service == "worker-cpu":
+        wanted.discard("FLEET_ENGINE_ARGS")  # they are vLLM's
+    assert {name: arrived.get(name) for name in wanted} == dict.fromkeys(wanted, "77")
+
+
 def test_variables_of_the_fleet_are_ones_that_it_reads(services: dict[str, Any]) -> None:
     readme = (TOP / "README.md").read_text() + (TOP / "docs/metrics.md").read_text()
     named = {variable for name in OURS for variable in services[name]["environment"] if variable.startswith("FLEET_")}
 
-    # Read by the store where batches lie in S3.
-    named.discard("FLEET_S3_ENDPOINT")
     assert {variable for variable in named if f"`{variable}`" not in readme} == set()
 
 
