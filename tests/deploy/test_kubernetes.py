@@ -11,7 +11,14 @@ import jsonschema
 import pytest
 import yaml
 
-from common.settings import AGGREGATE_QUEUE, GPU_QUEUE
+from common.settings import (
+    AGGREGATE_QUEUE,
+    GPU_QUEUE,
+    ExporterSettings,
+    FleetSettings,
+    ProducerSettings,
+    WorkerSettings,
+)
 from common.transport import Channel
 from tests.deploy.conftest import TOP, binary, run
 
@@ -133,6 +140,58 @@ def test_pods_are_locked_down(render: Callable[[str], str], place: str) -> None:
             assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}, name
             assert container["securityContext"].get("readOnlyRootFilesystem") or name == "worker-gpu", name
             assert "memory" in container["resources"]["requests"], name
+
+
+#: What Pods have of their own, and what is local mode's. The exporter has no queue: what no route names stays in `gpu`.
+OWN = {"BROKER_URL", "EXPORTER_PORT", "EXPORTER_HOST", "ENGINE", "ONLY_BATCH"}
+
+
+@pytest.mark.parametrize(
+    ("pod", "kind", "own"),
+    [
+        ("aggregator", FleetSettings, OWN),
+        ("exporter", ExporterSettings, OWN | {"QUEUE"}),
+        ("worker-gpu", WorkerSettings, OWN),
+        ("aggregator", ProducerSettings, OWN),  # submit.yaml takes the aggregators' settings
+    ],
+)
+def test_every_setting_has_a_place(
+    render: Callable[[str], str], pod: str, kind: type[FleetSettings], own: set[str]
+) -> None:
+    found = objects(render("base"))
+    given = environment(found, dict(pods(found))[pod])
+
+    assert {f"FLEET_{name.upper()}" for name in kind.model_fields} - {f"FLEET_{name}" for name in own} <= set(given)
+
+
+def test_a_change_of_settings_rolls_the_pods_that_read_them(render: Callable[[str], str]) -> None:
+    """By the names of their ConfigMaps; `spot` has another drain, and all else alike."""
+    maps: dict[str, dict[str, list[str]]] = {}
+    for place in ("overlays/keda", "overlays/spot"):
+        for name, pod in pods(objects(render(place))):
+            sources = pod["containers"][0].get("envFrom", [])
+            maps.setdefault(name, {})[place] = [source["configMapRef"]["name"] for source in sources]
+
+    for name, kinds in {"aggregator": ["fleet"], "exporter": ["fleet"], "worker-gpu": ["fleet", "worker"]}.items():
+        before, after = maps[name]["overlays/keda"], maps[name]["overlays/spot"]
+        assert [each.partition("-settings-")[0] for each in before] == kinds
+        assert all(re.fullmatch(r"\w+-settings-\w{10}", each) for each in before)
+        assert (before != after) is ("worker" in kinds)
+
+
+def test_the_job_that_submits_gets_the_aggregators_settings(render: Callable[[str], str]) -> None:
+    """By the documented `sed`, which must find what it replaces."""
+    text = (TOP / K8S / "submit.yaml").read_text()
+    (line,) = re.findall(
+        r"^sed \"s/(.*?)/(.*?)/\" deploy/k8s/submit.yaml", (TOP / "docs/deploy/kubernetes.md").read_text(), re.MULTILINE
+    )
+    found = objects(render("base"))
+    (source,) = dict(pods(found))["aggregator"]["containers"][0]["envFrom"]
+
+    job = yaml.safe_load(text.replace(line[0], line[1].replace("$settings", source["configMapRef"]["name"])))
+
+    assert f'sed "s/{line[0]}/{line[1]}/"' in text
+    assert job["spec"]["template"]["spec"]["containers"][0]["envFrom"] == [source]
 
 
 @pytest.mark.parametrize("place", PLACES)
