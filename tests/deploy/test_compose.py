@@ -214,3 +214,18 @@ def test_a_gpu_worker_asks_for_a_gpu_and_for_shared_memory(services: dict[str, A
     assert device["capabilities"] == ["gpu"]
     assert int(worker["shm_size"]) >= 8 * 1024**3
     assert worker["build"]["target"] == "gpu"
+
+
+def test_the_runbooks_commands_name_services_that_are_there(services: dict[str, Any]) -> None:
+    page = (TOP / "docs/runbook.md").read_text()
+    named = re.findall(r"docker compose (?:exec|run --rm) ([\w-]+) ", page)
+
+    assert {"producer", "exporter", "redis"} == set(named)
+    assert set(named) <= set(services)
+    assert services["producer"]["entrypoint"] == ["producer"]
+    # What redis-cli sends there is the password of this user.
+    users = re.findall(r"docker compose exec redis redis-cli --user (\w+)", page)
+    assert users == ["exporter"]
+    assert (
+        services["redis"]["environment"]["REDISCLI_AUTH"] == services["redis"]["environment"]["REDIS_EXPORTER_PASSWORD"]
+    )

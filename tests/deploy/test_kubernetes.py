@@ -270,6 +270,16 @@ def test_the_files_of_redis_are_those_of_the_compose_file(render: Callable[[str]
         assert files["data"][name] == (TOP / "deploy/redis" / name).read_text()
 
 
+def test_the_runbooks_commands_name_pods_that_are_there(render: Callable[[str], str]) -> None:
+    page = (TOP / "docs/runbook.md").read_text()
+    named = set(re.findall(r"kubectl -n fleet exec (\S+) -- ", page))
+
+    assert named == {"deployment/aggregator", "deployment/exporter", "redis-0"}
+    for name in named:
+        kind, _, of = name.rpartition("/")
+        one(objects(render("base")), kind.capitalize() or "StatefulSet", of.removesuffix("-0"))
+
+
 # -- scaling -----------------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import pickle
+import re
 import shutil
 import socket
 import subprocess
@@ -248,6 +249,37 @@ def test_the_fleet_itself_does_not_rule_the_server(secure: SecureRedis) -> None:
             with pytest.raises(redis.ResponseError) as caught:
                 client.execute_command(*command)
             assert any(words in str(caught.value).lower() for words in REFUSALS), (command, caught.value)
+
+
+def test_the_runbooks_commands_are_ones_that_their_users_may_send(secure: SecureRedis) -> None:
+    page = (TOP / "docs/runbook.md").read_text()
+    commands = re.findall(r"redis-cli --user (\w+) (?:--askpass )?([a-z]+(?: [a-z]+)*)", page)
+
+    assert ("exporter", "info memory") in commands
+    assert "config set" not in page
+    for user, words in commands:
+        with secure.client(user) as client:
+            assert client.execute_command(*words.split())
+
+
+def test_a_full_redis_that_starts_again_with_a_larger_limit_has_lost_nothing(server: str, tmp_path: Path) -> None:
+    """As the runbook says; no user may change the limit of a running one."""
+    names: list[str] = []
+    with SecureRedis(tmp_path, environment={"REDIS_MAXMEMORY": "16mb"}) as small:
+        small.wait_until_ready()
+        with small.client("fleet") as client:
+            with pytest.raises(redis.OutOfMemoryError):
+                for number in range(64):
+                    client.set(f"fleet:{number}", "x" * 1024**2)
+                    names.append(f"fleet:{number}")
+            assert len(names) > 1
+        small.process.send(15)
+        assert small.process.wait(START_S).code == 0
+    with SecureRedis(tmp_path, environment={"REDIS_MAXMEMORY": "64mb"}) as large:
+        large.wait_until_ready()
+        with large.client("fleet") as client:
+            assert client.exists(*names) == len(names)
+            assert client.set("fleet:more", "x" * 1024**2)
 
 
 def test_the_scaler_sees_what_is_queued_and_what_is_leased(secure: SecureRedis) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -72,6 +73,23 @@ def test_each_worker_of_a_machine_has_a_port_of_its_own(tmp_path: Path, number: 
 
     assert started.stdout.splitlines() == ["serve", "a model", "--metrics-port", str(int(base) + number)]
     assert not {9464, 9465} & set(range(int(base), int(base) + 100))
+
+
+@pytest.mark.parametrize(
+    ("store", "code", "says"),
+    [("ftp://nowhere", 2, "FLEET_STORE must be"), ("{}/not-mounted/store", 1, "not-mounted/store cannot be used")],
+    ids=["misspelt", "away"],
+)
+def test_an_aggregator_is_tried_again_when_its_store_is_away_and_not_when_it_is_misspelt(
+    tmp_path: Path, store: str, code: int, says: str
+) -> None:
+    found = settings(TOP / "deploy/systemd/fleet-aggregator.service")
+    started = run(sys.executable, "-m", "workers", "aggregate", FLEET_STORE=store.format(tmp_path))
+
+    assert (started.returncode, started.stdout) == (code, "")
+    assert says in started.stderr
+    assert found["Restart"] == ["always"]
+    assert (str(started.returncode) in found["RestartPreventExitStatus"]) is (code == 2)
 
 
 def test_no_documented_command_shows_a_password_to_the_machine() -> None:
