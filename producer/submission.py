@@ -169,7 +169,10 @@ class Submission:
         )
 
     def local(self, progress: Progress) -> int:
-        """Run everything on this machine. Processes start first: the engine loads while the batch is written."""
+        """Run everything on this machine. Processes start first: the engine loads while the batch is written.
+
+        A later run is started only once the engine is ready: its batch is closed, and must stay so if that fails.
+        """
         options = self._options
         taken_up = self._attached or (self._again.closed if self._again is not None else None)
         batch_id = taken_up.batch_id if taken_up is not None else layout.new_batch_id()
@@ -184,24 +187,13 @@ class Submission:
         with self._destination() as destination:
             try:
                 with local:
-                    settings = self._settings.model_copy(update={"broker_url": local.broker_url, "routes": ""})
-                    fleet = control.Fleet.connect(settings, self._store)
-                    run = self._durable(progress, batch_id, fleet.ledger)
-                    if self._attached is not None:
-                        control.take_up(fleet, run)
-                    control.start(fleet, run)
-                    self._wait_for_engine(fleet, local, progress)
-                    destination.begin()
-                    state = self._wait(fleet, run, destination, progress, lambda: _replace(local, progress))
-                    progress.note("ending the local fleet")
+                    state = self._in_local_fleet(local, batch_id, destination, progress)
             except Interrupted:
                 left = self._left(batch_id)
-                if left is None:
-                    progress.say("interrupted; nothing was queued")
-                    local.forget()
-                    raise
-                if left.status not in CLOSED:
-                    progress.say(f"interrupted; {self._same_command()} goes on with {batch_id} where it stopped")
+                if left is None or not self._is_complete(left, progress):
+                    if left is None:
+                        progress.say("interrupted; nothing was queued")
+                        local.forget()
                     raise
                 # It was complete before everything had ended: nobody would run it, or look for its rows, again.
                 control.fetch(self._store, left.run, destination)
@@ -222,6 +214,34 @@ class Submission:
                 local.forget()
             self._put_down(destination, state, progress)
         return self._finish(progress, state)
+
+    def _in_local_fleet(
+        self, local: LocalFleet, batch_id: str, destination: Destination, progress: Progress
+    ) -> BatchState:
+        """What is done while the local fleet's processes are up."""
+        settings = self._settings.model_copy(update={"broker_url": local.broker_url, "routes": ""})
+        fleet = control.Fleet.connect(settings, self._store)
+        if self._again is not None:
+            self._wait_for_engine(fleet, local, progress)
+        run = self._durable(progress, batch_id, fleet.ledger)
+        if self._attached is not None:
+            control.take_up(fleet, run)
+        control.start(fleet, run)
+        self._wait_for_engine(fleet, local, progress)
+        destination.begin()
+        state = self._wait(fleet, run, destination, progress, lambda: _replace(local, progress))
+        progress.note("ending the local fleet")
+        return state
+
+    def _is_complete(self, left: BatchState, progress: Progress) -> bool:
+        """Whether what was interrupted is complete all the same; says what it is if not."""
+        if self._again is not None and left.run.number <= self._again.closed.number:
+            progress.say(f"interrupted; {left.run.batch_id} is {left.status.value} as it was, nothing was run again")
+            return False
+        if left.status not in CLOSED:
+            progress.say(f"interrupted; {self._same_command()} goes on with {left.run.batch_id} where it stopped")
+            return False
+        return True
 
     def _durable(self, progress: Progress, batch_id: str | None, ledger: Ledger | None) -> Run:
         if self._again is not None:

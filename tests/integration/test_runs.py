@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
@@ -203,6 +204,64 @@ def test_a_local_batch_is_retried_on_this_machine(server: str, tmp_path: Path) -
         assert_complete(MIXED, output.read_bytes())
     finally:
         workplace.close()
+
+
+@pytest.fixture
+def failed_local(workplace: Workplace) -> tuple[Workplace, str]:
+    """A local batch that is closed, with failed rows."""
+    path = workplace.write("in.jsonl", MIXED)
+    first = workplace.producer("submit", str(path), "--local", "--engine", "echo", "--model", "test-model", "--json")
+    assert first.code == 3, first.stderr
+    return workplace, json.loads(first.stdout)["id"]
+
+
+def local_status(workplace: Workplace, batch_id: str) -> str:
+    status: str = json.loads(workplace.producer("status", batch_id, "--local", "--json").stdout)["status"]
+    return status
+
+
+@pytest.mark.parametrize("command", ["retry", "resume"])
+def test_a_local_set_up_that_cannot_work_leaves_the_batch_closed(
+    failed_local: tuple[Workplace, str], command: str
+) -> None:
+    workplace, batch_id = failed_local
+    if command == "resume":
+        store = LocalStore(workplace.state / "batch-fleet")
+        end = store.root / layout.end(batch_id, FIRST_RUN)
+        end.write_text(end.read_text("utf-8").replace("completed", "expired", 1), "utf-8")
+        output = store.root / layout.output(batch_id, FIRST_RUN)
+        output.write_text(output.read_text("utf-8").replace('"model_not_found"', '"expired"'), "utf-8")
+    before = local_status(workplace, batch_id)
+    local = ("--local", "--engine", "echo", "--model", "later-model", "-o", str(workplace.folder / "new.jsonl"))
+
+    failed = workplace.producer(command, batch_id, *local, "--", "--no-such-flag")
+
+    assert failed.code == 2, failed.stderr
+    assert local_status(workplace, batch_id) == before
+    assert not (workplace.folder / "new.jsonl").exists()
+    fetched = workplace.producer("fetch", batch_id, "--local", "-o", str(workplace.folder / "fetched.jsonl"))
+    assert fetched.code == {"retry": 3, "resume": 4}[command], fetched.stderr
+    # The corrected command runs it.
+    assert workplace.producer(command, batch_id, *local).code == 0
+    assert_complete(MIXED, (workplace.folder / "new.jsonl").read_bytes())
+
+
+def test_ctrl_c_before_a_local_retry_has_begun_changes_nothing(failed_local: tuple[Workplace, str]) -> None:
+    workplace, batch_id = failed_local
+    output = workplace.folder / "new.jsonl"
+    output.write_bytes(b"kept\n")
+    retry = workplace.start_producer(
+        "retry", batch_id, "--local", "--engine", "echo", "--model", "later-model", "-o", str(output)
+    )
+    wait_until((workplace.state / "batch-fleet" / "local" / batch_id / "lock").exists, 20, "it starts")
+
+    retry.send(signal.SIGINT)
+
+    run = retry.wait(40)
+    assert run.code == 130, run.stderr
+    assert "nothing was run again" in run.stderr
+    assert output.read_bytes() == b"kept\n"
+    assert local_status(workplace, batch_id) == "completed"
 
 
 # -- batches that go wrong, and batches that are over ------------------------------------------------------------------
