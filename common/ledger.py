@@ -133,13 +133,13 @@ class Progress:
     failed: int
     closed: str
     ending: str = ""
-    #: False when rows were finished whose tokens are not counted here.
-    exact: bool = True
     #: Model -> (prompt tokens, completion tokens).
     tokens: dict[str, tuple[int, int]] = field(default_factory=dict)
     #: Queue -> requests that were published to it, and requests that were finished from it, since `restore`.
     published: dict[str, int] = field(default_factory=dict)
     finished_from: dict[str, int] = field(default_factory=dict)
+    #: False when rows were finished whose tokens are not counted here.
+    exact: bool = True
 
     def unfinished(self, queue: str) -> int:
         """Requests of a queue that were published and are not finished."""

@@ -63,7 +63,7 @@ def test_a_file_that_changes_between_the_passes_leaves_no_prompt_behind(tmp_path
     with source.open("a") as file:
         file.write(chat_line("late", "late") + "\n")
 
-    with pytest.raises(InputRefusedError, match="1 problem"):
+    with pytest.raises(InputRefusedError, match="the file changed"):
         control.write_batch(store, checked, digest="d", max_shard_size=16)
 
     assert list(store.names(layout.BATCHES)) == []
