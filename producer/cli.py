@@ -456,7 +456,9 @@ def _fetch(options: argparse.Namespace, _: list[str]) -> int:
     for stored in (layout.output(run.batch_id, run.number), layout.errors(run.batch_id, run.number)):
         place = store.local_path(stored) or f"{store.uri}/{stored}"
         check_destinations(place, options.output, options.errors, s3_endpoint=endpoint)
-    with contextlib.closing(Destination(options.output, options.errors, s3_endpoint=endpoint)) as destination:
+    # The file that is there may be the only other copy: it stays until the new one is whole.
+    target = Destination(options.output, options.errors, replace=True, s3_endpoint=endpoint)
+    with contextlib.closing(target) as destination:
         end = control.fetch(store, run, destination)
         if end is None:
             _say(_line(state_of(store, ledger, manifest)), "error: the batch is still open; its rows are not complete")

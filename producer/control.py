@@ -436,13 +436,19 @@ def purge(store: ObjectStore, older_than_s: float, *, dry_run: bool = False) -> 
 def fetch(store: ObjectStore, run: Run, destination: Destination) -> RunEnd | None:
     """Copy a closed run's output to a destination; None, with nothing touched, while the run is open.
 
+    Nothing is touched either when the output is not there: the destination may hold the only other copy of the rows.
     What is remote is left to `Destination.deliver`.
     """
     end = read_end(store, run.batch_id, run.number)
     if end is None or not destination.grows:
         return end
-    destination.begin()
-    with store.open(layout.output(run.batch_id, run.number)) as rows:
+    try:
+        rows = store.open(layout.output(run.batch_id, run.number))
+    except ObjectMissingError:
+        read_manifest(store, run.batch_id)  # raises what tells most: that the batch was removed meanwhile
+        raise
+    with rows:
+        destination.begin()
         destination.append(rows)
     return end
 

@@ -195,23 +195,56 @@ class OutputFile:
 class ReplacingFile(OutputFile):
     """An output that takes the place of the file as a whole, when it is closed as durable; until then nobody sees it.
 
-    For what is not a prefix at every moment: the output of a later run. Two of them leave one whole file.
+    For what is not a prefix at every moment: the output of a later run, and what is fetched. Two of them leave one
+    whole file. The temporary file beside the output is made with the first row, so that a producer that is killed
+    while it waits leaves nothing.
     """
 
     def __init__(self, name: str) -> None:
-        """Open a temporary file beside the output. Raises `DestinationError`."""
+        """See that the output can be replaced, and that nobody writes it. Raises `DestinationError`."""
         self.name = name
         self.rows = 0
         self._size = 0
         self._unused = False
+        self._begun = False
+        self._descriptor = -1
+        self._temporary = ""
         self._target = Path(os.path.realpath(name))
+        try:
+            with tempfile.TemporaryFile(dir=self._target.parent):
+                pass
+            self._refuse_locked()
+        except OSError as exc:
+            raise DestinationError(f"{name} cannot be written: {exc.strerror}") from None
+
+    def _refuse_locked(self) -> None:
+        """Refuse a file that grows under another producer: it would go on writing into what nobody can see."""
+        with contextlib.suppress(FileNotFoundError), self._target.open("rb") as there:
+            try:
+                fcntl.flock(there, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise DestinationError(f"another producer is writing {self.name}") from None
+
+    def begin(self) -> None:
+        """From now on there is an output, even one without rows."""
+        self._begun = True
+        super().begin()
+
+    def _write(self, block: bytes, *, truncate: bool = False) -> None:
+        if self._descriptor < 0:
+            if truncate:
+                return  # there is nothing yet
+            self._make()
+        super()._write(block, truncate=truncate)
+
+    def _make(self) -> None:
         try:
             self._descriptor, self._temporary = tempfile.mkstemp(
                 prefix=f".{self._target.name}.", dir=self._target.parent
             )
             os.fchmod(self._descriptor, self._mode())
         except OSError as exc:
-            raise DestinationError(f"{name} cannot be written: {exc.strerror}") from None
+            raise OutputFailedError(f"{self.name} cannot be written: {exc.strerror}") from None
 
     def _mode(self) -> int:
         """The permissions of the file that is replaced, or those of a new file."""
@@ -224,8 +257,11 @@ class ReplacingFile(OutputFile):
 
     def close(self, *, durable: bool = False) -> None:
         """Put the file in place if `durable`, else drop it. May be called twice."""
+        begun, self._begun = self._begun, False
         if self._descriptor < 0:
-            return
+            if not (durable and begun):
+                return
+            self._make()
         descriptor, self._descriptor = self._descriptor, -1
         try:
             if durable:

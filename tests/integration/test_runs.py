@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import signal
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import pytest
 
 from common import layout
 from common.batch import FIRST_RUN, BatchStatus, RequestCounts, RunEnd, Usage, first_run
+from common.errors import NoSuchBatchError
 from common.ledger import Ledger
 from common.routes import Routes
 from common.runs import newest_run, read_end, read_manifest, start_run, state_of, write_end
 from common.store import LocalStore
 from producer import control, intake
+from producer.output import Destination
 from tests.invariants import assert_complete, chat_line, chat_lines, rows_of
 from tests.servers import BrokerServer, FleetServers, Workplace, wait_until
 from workers.aggregate import Aggregator
@@ -330,6 +333,21 @@ def test_a_purge_that_dies_leaves_nothing_that_is_run_again(closed: tuple[LocalS
 
     assert list(control.manifests(store)) == []
     assert store.exists(layout.shard_input(run.batch_id, 0))
+
+
+@pytest.mark.parametrize("replace", [True, False])
+def test_fetching_a_batch_that_is_gone_keeps_the_file(closed: tuple[LocalStore, Run], replace: bool) -> None:
+    """It may be the only copy of the rows by then."""
+    store, run = closed
+    path = store.root.parent / "mine.jsonl"
+    path.write_bytes(b"kept\n")
+    store.remove(layout.manifest(run.batch_id))
+    store.remove(layout.output(run.batch_id, run.number))  # purge got so far after fetch had looked at the end
+
+    with closing(Destination(str(path), None, replace=replace)) as destination, pytest.raises(NoSuchBatchError):
+        control.fetch(store, run, destination)
+
+    assert path.read_bytes() == b"kept\n"
 
 
 # -- what can die in between -------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from common.errors import DestinationError, OutputFailedError
-from producer.output import Destination, OutputFile, check_destinations, default_output
+from producer.output import Destination, OutputFile, ReplacingFile, check_destinations, default_output
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -253,3 +253,68 @@ def test_an_errors_file_that_cannot_be_opened_releases_the_output(tmp_path: Path
         with pytest.raises(DestinationError):
             Destination(str(tmp_path / "out"), str(tmp_path / "errors"))
         assert not (tmp_path / "out").exists()
+
+
+# -- a file that takes another one's place -----------------------------------------------------------------------------
+
+
+def test_a_replaced_file_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.write_bytes(b"kept\n")
+    path.chmod(0o640)
+
+    for durable in (False, True):
+        with closing(ReplacingFile(str(path))) as file:
+            file.begin()
+            file.append(io.BytesIO(OK_ROW))
+            assert path.read_bytes() == b"kept\n"
+            file.close(durable=durable)
+
+    assert path.read_bytes() == OK_ROW
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_waiting_leaves_nothing_beside_the_file(tmp_path: Path) -> None:
+    """A producer may be killed while it waits, and then nobody removes a temporary file."""
+    with closing(ReplacingFile(str(tmp_path / "out"))) as file:
+        file.begin()
+        assert os.listdir(tmp_path) == []
+        file.append(io.BytesIO(OK_ROW))
+        assert len(os.listdir(tmp_path)) == 1
+        file.begin()
+        file.append(io.BytesIO(BAD_ROW))
+        file.close(durable=True)
+
+    assert (tmp_path / "out").read_bytes() == BAD_ROW
+
+
+def test_an_output_without_rows_is_put_in_place_once(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.write_bytes(b"old\n")
+    file = ReplacingFile(str(path))
+    file.close(durable=True)
+    assert path.read_bytes() == b"old\n"
+    file.begin()
+    file.close(durable=True)
+    assert path.read_bytes() == b""
+    path.unlink()
+
+    file.close(durable=True)
+
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_that_grows_is_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    with closing(OutputFile(str(path))), pytest.raises(DestinationError, match="another producer"):
+        ReplacingFile(str(path))
+
+    path.write_bytes(b"")
+    with closing(ReplacingFile(str(path))), closing(ReplacingFile(str(path))):
+        pass
+
+
+def test_a_folder_that_takes_no_file_is_refused_before_anything() -> None:
+    with pytest.raises(DestinationError, match="cannot be written"):
+        ReplacingFile("/proc/out.jsonl")
