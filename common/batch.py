@@ -334,11 +334,13 @@ class Manifest(Record):
 class RunStart(Record):
     """What a later run runs: created once, the first one wins. It exists: the run is durable.
 
-    `spans` holds the run's indexes as (first index, number of consecutive ones), ascending.
+    `spans` holds the run's indexes as (first index, number of consecutive ones), ascending. `purged` is the start of a
+    removal: no run can be started any more, and the batch counts as gone.
     """
 
     at: int
     spans: tuple[tuple[int, int], ...]
+    purged: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ everything here can be called at any time, by anybody, twice.
     run 1 (the file) ──closed──▶ run 2 (some of its requests) ──closed──▶ run 3 …
 
 A batch is as its newest run is. A run starts after the one before it has closed, and rests on the output of that one.
+A purge takes the place of the next run before it removes anything, so that a batch is run again or removed, never both.
 """
 
 from __future__ import annotations
@@ -80,27 +81,52 @@ def read_run(store: ObjectStore, manifest: Manifest, number: int) -> Run:
     start = _read(store, layout.start(manifest.batch_id, number), RunStart)
     if start is None:
         raise NoSuchBatchError(f"there is no run {number} of {manifest.batch_id} in {store.uri}")
+    return _later(store, manifest, number, start)
+
+
+def _later(store: ObjectStore, manifest: Manifest, number: int, start: RunStart) -> Run:
+    if start.purged:
+        raise NoSuchBatchError(f"{manifest.batch_id} was purged from {store.uri}")
     return later_run(manifest, number, start)
 
 
+def refuse_removed(store: ObjectStore, batch_id: str) -> None:
+    """Raise `NoSuchBatchError` when the batch is gone. Cheap enough for whoever waits to ask every few seconds."""
+    if not store.exists(layout.manifest(batch_id)):
+        raise NoSuchBatchError(f"{batch_id} was removed from {store.uri}")
+
+
 def newest_run(store: ObjectStore, manifest: Manifest) -> Run:
-    """The run that says how the batch stands."""
+    """The run that says how the batch stands. Raises `NoSuchBatchError` when the batch is being purged."""
     # A folder without its record is a run that is being started, or whose start broke off.
     for number in sorted(map(int, store.names(layout.runs(manifest.batch_id))), reverse=True):
         if number != FIRST_RUN and (start := _read(store, layout.start(manifest.batch_id, number), RunStart)):
-            return later_run(manifest, number, start)
+            return _later(store, manifest, number, start)
     return first_run(manifest)
 
 
 def start_run(store: ObjectStore, before: Run, indexes: Iterable[int]) -> Run:
     """Start the run after `before`, which has closed, over ascending indexes of the batch.
 
-    Of two that start it at once the first wins; the run that won is returned.
+    Of two that start it at once the first wins; the run that won is returned. Raises `NoSuchBatchError` when a purge
+    was first.
     """
     number = before.number + 1
     start = RunStart(at=now(), spans=spans_of(indexes))
-    won = _create(store, layout.start(before.batch_id, number), start)
-    return later_run(before.manifest, number, won)
+    run = _later(store, before.manifest, number, _create(store, layout.start(before.batch_id, number), start))
+    try:
+        # A purge that is through has removed its own record too, and the manifest before that.
+        refuse_removed(store, before.batch_id)
+    except NoSuchBatchError:
+        store.remove(layout.batch(before.batch_id))
+        raise
+    return run
+
+
+def start_purge(store: ObjectStore, closed: Run) -> bool:
+    """Take the place of the run after `closed`, so that nobody starts it; False when somebody has."""
+    start = RunStart(at=now(), spans=(), purged=True)
+    return _create(store, layout.start(closed.batch_id, closed.number + 1), start).purged
 
 
 def failed_indexes(store: ObjectStore, closed: Run, codes: Collection[str] | None = None) -> Iterator[int]:

@@ -26,7 +26,7 @@ from pydantic_core import from_json
 from common import layout
 from common.batch import CLOSED, FIRST_RUN, batch_object, first_run
 from common.errors import ObjectMissingError, UsageError
-from common.runs import newest_run, now, read_manifest, state_of_run
+from common.runs import newest_run, now, read_manifest, refuse_removed, state_of_run
 from common.settings import FleetSettings, ProducerSettings, WorkerSettings, load
 from common.store import open_store
 from producer import control, intake, sources
@@ -151,9 +151,14 @@ class Batch:
         return self._run.batch_id
 
     def status(self) -> dict[str, Any]:
-        """The batch in the shape of the OpenAI Batch object; `output_file_id` names the rows once it is closed."""
+        """The batch in the shape of the OpenAI Batch object; `output_file_id` names the rows once it is closed.
+
+        Raises `NoSuchBatchError` when it was purged, as `wait` and `results` do.
+        """
         state = self._state()
         closed = state.status in CLOSED
+        if not closed:
+            refuse_removed(self._store, self.id)
         where = f"{self._store.uri}/{layout.output(self.id, self._run.number)}"
         return batch_object(
             state.manifest,
@@ -183,11 +188,18 @@ class Batch:
 
         Rows of run 1 come shard by shard; those of a later run when it is closed.
         """
+        presence = control.Presence(self._store, self.id)
         for name in self._parts():
             while not self._is_there(name):
                 self._look_after()
+                presence.look()
                 time.sleep(control.POLL_S)
-            with self._store.open(name) as rows:
+            try:
+                rows = self._store.open(name)
+            except ObjectMissingError:
+                refuse_removed(self._store, self.id)
+                raise
+            with rows:
                 for row in rows:
                     yield from_json(row)
         self.wait()

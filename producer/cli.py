@@ -403,8 +403,7 @@ def _status(options: argparse.Namespace, _: list[str]) -> int:
         state = state_of(store, ledger, read_manifest(store, layout.checked_batch_id(options.batch)))
         print_result(dumps(_stored_object(store, state)) if options.json else _line(state))
         return EXIT_OK
-    states = [state_of(store, ledger, manifest) for manifest in control.manifests(store)]
-    states = [state for state in states if state.status not in CLOSED]
+    states = [state for state in control.states(store, ledger) if state.status not in CLOSED]
     if options.json:
         print_result(dumps({"object": "list", "data": [_stored_object(store, state) for state in states]}))
         return EXIT_OK
@@ -442,8 +441,7 @@ def _queue_lines(ledger: Ledger, routes: Routes, runs: Sequence[Run]) -> Iterato
 
 def _list(options: argparse.Namespace, _: list[str]) -> int:
     store, ledger = _stored(options)
-    for manifest in control.manifests(store):
-        state = state_of(store, ledger, manifest)
+    for state in control.states(store, ledger):
         print_result(dumps(_stored_object(store, state)) if options.json else _line(state))
     return EXIT_OK
 

@@ -41,9 +41,12 @@ from common.runs import (
     read_ending,
     read_manifest,
     reconcile,
+    refuse_removed,
     restore,
     sealed_shards,
+    start_purge,
     start_run,
+    state_of,
     state_of_run,
     write_end,
     write_ending,
@@ -68,6 +71,8 @@ logger = logging.getLogger("fleet.producer")
 #: Seconds between two looks at a batch; where a look costs requests to S3, the second number.
 POLL_S = 0.25
 REMOTE_POLL_S = 1.0
+#: Seconds between two looks whether a batch that is waited for is still there.
+PRESENCE_S = 5.0
 #: Seconds without a worker before a waiting producer says so.
 NO_WORKER_S = 3.0
 
@@ -253,16 +258,19 @@ def wait(
 ) -> BatchState:
     """Wait until the run is closed. In the first one the destination grows in input order meanwhile; see `_Follower`.
 
-    `on_poll` is called on every look; what it raises ends the wait.
+    `on_poll` is called on every look; what it raises ends the wait. Raises `NoSuchBatchError` when the batch is removed
+    meanwhile.
     """
     follower = _Follower(fleet.store, run, destination)
-    hint = _WorkerHint(fleet, run)
+    hint, presence = _WorkerHint(fleet, run), Presence(fleet.store, run.batch_id)
     poll_s = REMOTE_POLL_S if fleet.store.local_path("") is None else POLL_S
     while True:
         if on_poll is not None:
             on_poll()
         try:
             state = state_of_run(fleet.store, fleet.ledger, run)
+            if state.status not in CLOSED:
+                presence.look()
             follower.follow(closed=state.status in CLOSED)
             note = hint.look(runs=state.status is not BatchStatus.FINALIZING)
         except (redis.RedisError, StoreUnavailableError) as exc:
@@ -273,6 +281,9 @@ def wait(
             hint.start_anew()
             time.sleep(1.0)
             continue
+        except ObjectMissingError:
+            refuse_removed(fleet.store, run.batch_id)
+            raise
         counts = state.counts
         reporter.note(note)
         reporter.update(
@@ -308,6 +319,21 @@ def run_again(store: ObjectStore, closed: Run, codes: Collection[str] | None = N
     """Start a run of the failed rows of a closed one, with `codes` only of those; None when there are none."""
     indexes = list(failed_indexes(store, closed, codes))
     return start_run(store, closed, indexes) if indexes else None
+
+
+class Presence:
+    """Sees for whoever waits that the batch is still there: what was removed would be waited for without end."""
+
+    def __init__(self, store: ObjectStore, batch_id: str) -> None:
+        self._store = store
+        self._batch_id = batch_id
+        self._next_look = 0.0
+
+    def look(self) -> None:
+        """Raise `NoSuchBatchError` when the batch is gone, by a look every few seconds. An outage is no absence."""
+        if time.monotonic() >= self._next_look:
+            refuse_removed(self._store, self._batch_id)
+            self._next_look = time.monotonic() + PRESENCE_S
 
 
 class _Follower:
@@ -415,22 +441,38 @@ def manifests(store: ObjectStore) -> Iterator[Manifest]:
     yield from sorted(found, key=lambda manifest: (manifest.created_at, manifest.batch_id), reverse=True)
 
 
+def states(store: ObjectStore, ledger: Ledger | None) -> Iterator[BatchState]:
+    """Where all batches of the store stand, newest first."""
+    for manifest in manifests(store):
+        with contextlib.suppress(NoSuchBatchError):  # it is being purged
+            yield state_of(store, ledger, manifest)
+
+
 def purge(store: ObjectStore, older_than_s: float, *, dry_run: bool = False) -> Iterator[str]:
     """Remove batches whose newest run closed at least so long ago; yields the id of each before it is removed.
 
-    The manifest goes first: a directory without one is no batch, so that a purge which dies in the middle does not
-    leave one that reads as open and would be run again.
+    First the next run's place is taken, so that a retry at the same moment finds the batch gone, or is left alone.
+    Of the directory the manifest goes first: a directory without one is no batch, so that a purge which dies in the
+    middle does not leave one that reads as open and would be run again.
     """
     limit = now() - older_than_s
     for manifest in manifests(store):
-        run = newest_run(store, manifest)
-        end = read_end(store, run.batch_id, run.number)
-        if end is None or end.at > limit:
+        if not _is_old(store, manifest, limit, dry_run=dry_run):
             continue
         yield manifest.batch_id
         if not dry_run:
             store.remove(layout.manifest(manifest.batch_id))
             store.remove(layout.batch(manifest.batch_id))
+
+
+def _is_old(store: ObjectStore, manifest: Manifest, limit: float, *, dry_run: bool) -> bool:
+    """Whether the batch is to be purged; unless `dry_run` nobody can run it again from then on."""
+    try:
+        run = newest_run(store, manifest)
+    except NoSuchBatchError:
+        return True  # a purge that died
+    end = read_end(store, run.batch_id, run.number)
+    return end is not None and end.at <= limit and (dry_run or start_purge(store, run))
 
 
 def fetch(store: ObjectStore, run: Run, destination: Destination) -> RunEnd | None:

@@ -16,7 +16,7 @@ import pytest
 
 import producer
 from common.errors import InputRefusedError, NoSuchBatchError, UsageError
-from producer import Batch, submit
+from producer import Batch, control, submit
 from tests.invariants import assert_complete, chat_line, chat_lines
 from tests.servers import FleetServers, Workplace, wait_until
 
@@ -110,6 +110,20 @@ def test_a_retried_batch_has_the_rows_of_its_newest_run(fleet: FleetServers) -> 
     assert fleet.producer("retry", batch.id, "-o", str(fleet.folder / "out")).code == 0
 
     assert [row["error"] for row in Batch.find(batch.id).results()] == [None] * 4
+
+
+def test_a_batch_that_is_purged_is_not_waited_for(fleet: FleetServers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "PRESENCE_S", 0.1)
+    batch = submit(chat_lines(40))
+    rows = batch.results()
+    assert next(rows)["custom_id"] == "c00000"
+    wait_until(lambda: fleet.is_closed(batch.id), 30, "the batch is closed")
+
+    assert list(control.purge(fleet.store, 0)) == [batch.id]
+
+    for look in (lambda: list(rows), batch.wait, batch.status):
+        with pytest.raises(NoSuchBatchError, match="removed"):
+            look()
 
 
 def test_what_the_command_says_is_an_exception(fleet: FleetServers) -> None:

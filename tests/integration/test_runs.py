@@ -14,7 +14,7 @@ from common.batch import FIRST_RUN, BatchStatus, RequestCounts, RunEnd, Usage, f
 from common.errors import NoSuchBatchError
 from common.ledger import Ledger
 from common.routes import Routes
-from common.runs import newest_run, read_end, read_manifest, start_run, state_of, write_end
+from common.runs import newest_run, read_end, read_manifest, start_purge, start_run, state_of, write_end
 from common.store import LocalStore
 from producer import control, intake
 from producer.output import Destination
@@ -333,6 +333,72 @@ def test_a_purge_that_dies_leaves_nothing_that_is_run_again(closed: tuple[LocalS
 
     assert list(control.manifests(store)) == []
     assert store.exists(layout.shard_input(run.batch_id, 0))
+
+
+def test_a_batch_that_is_being_purged_is_not_run_again(closed: tuple[LocalStore, Run]) -> None:
+    store, run = closed
+    purge = control.purge(store, 0)
+    assert next(purge) == run.batch_id
+
+    # Whoever read the newest run before, and whoever reads it now.
+    with pytest.raises(NoSuchBatchError, match="purged"):
+        start_run(store, run, [1])
+    with pytest.raises(NoSuchBatchError, match="purged"):
+        newest_run(store, run.manifest)
+    assert list(control.states(store, None)) == []
+
+    assert list(purge) == []
+    with pytest.raises(NoSuchBatchError, match="removed"):
+        start_run(store, run, [1])
+    assert not list(store.names(layout.BATCHES))
+
+
+def test_a_batch_that_is_run_again_is_not_purged(
+    closed: tuple[LocalStore, Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A retry comes between the purge's look at the newest run and its first step."""
+    store, run = closed
+
+    def purge_late(store: LocalStore, seen: Run) -> bool:
+        start_run(store, seen, [1])
+        return start_purge(store, seen)
+
+    monkeypatch.setattr(control, "start_purge", purge_late)
+
+    assert list(control.purge(store, 0)) == []
+    assert newest_run(store, read_manifest(store, run.batch_id)).number == 2
+
+
+def test_a_purge_that_died_is_finished_by_the_next_one(closed: tuple[LocalStore, Run]) -> None:
+    store, run = closed
+    assert next(control.purge(store, 0)) == run.batch_id  # and dies
+
+    assert list(control.purge(store, 10**9)) == [run.batch_id]
+
+    assert not list(store.names(layout.BATCHES))
+
+
+def test_a_dry_run_of_a_purge_leaves_the_batch_to_be_run_again(closed: tuple[LocalStore, Run]) -> None:
+    store, run = closed
+
+    assert list(control.purge(store, 0, dry_run=True)) == [run.batch_id]
+
+    assert start_run(store, run, [1]).number == 2
+
+
+def test_who_waits_for_a_batch_that_is_removed_is_told(fleet: FleetServers) -> None:
+    path, output = fleet.write("in.jsonl", chat_lines(3)), fleet.folder / "in.out.jsonl"
+    waiting = fleet.start_producer("submit", str(path))
+    wait_until(lambda: fleet.waiting() > 0, 30, "the batch is published")
+    (batch_id,) = fleet.batch_ids()
+
+    fleet.store.remove(layout.batch(batch_id))
+
+    run = waiting.wait(20)
+    assert run.code == 1, run.stderr
+    assert "was removed from" in run.stderr
+    assert output.read_bytes() == b""
+    fleet.client.flushall()
 
 
 @pytest.mark.parametrize("replace", [True, False])
