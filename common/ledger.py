@@ -53,6 +53,9 @@ PROMPT, COMPLETION, PUBLISHED, FINISHED = "prompt:", "completion:", "published:"
 #: Value of an index whose row lies in the batch directory: it counts as recorded.
 SPILLED = b""
 
+#: How a run is closed whose batch the store no longer has. Should it come back, `restore` replaces such a head.
+PURGED = "purged"
+
 
 class Verdict(Enum):
     """What `begin` and `record` answer."""
@@ -271,7 +274,7 @@ class Ledger:
         fail_after: int | None = None,
         closed: str = "",
     ) -> bool:
-        """Write the head of a run from what the store knows. A head that exists stays; False then.
+        """Write the head of a run from what the store knows. A head that exists stays, but for `bury`'s; False then.
 
         `step` is the number of finished requests after which a worker asks for a feed, `spilled` the indexes by shard
         whose rows lie in the batch directory, `closed` the status of a run that has ended. Spilled ones are noted
@@ -302,6 +305,10 @@ class Ledger:
             *sealed,
         )
         return bool(self._restore.call((keys.head(batch_id, run), keys.sealed(batch_id, run)), args))
+
+    def bury(self, batch_id: str, run: int) -> None:
+        """Answer deliveries of a run that nobody knows any more as done, for a day. A head that exists stays."""
+        self.restore(batch_id, run, total=0, shards=0, step=1, closed=PURGED)
 
     def note_published(self, batch_id: str, run: int, requests: Mapping[str, int]) -> None:
         """Count requests that were published, by queue."""

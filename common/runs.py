@@ -39,6 +39,7 @@ from common.batch import (
 )
 from common.dispatch import feed_step
 from common.errors import NoSuchBatchError, ObjectMissingError
+from common.ledger import PURGED
 from common.spill import spilled_rows, spilled_shards
 
 if TYPE_CHECKING:
@@ -209,12 +210,17 @@ def restore(store: ObjectStore, ledger: Ledger, run: Run, *, window: int) -> boo
     """Write the run's head into Redis from what the store holds; False when Redis has it already.
 
     Counters are counted from parts and spills. Rows that were in Redis alone are gone with it and run again.
-    A run that ended comes back closed, so that late deliveries are answered.
+    A run that ended comes back closed, so that late deliveries are answered. Raises `NoSuchBatchError` for a batch that
+    was removed.
     """
     batch_id, number = run.batch_id, run.number
-    if ledger.progress(batch_id, number) is not None:
+    progress = ledger.progress(batch_id, number)
+    if progress is not None and progress.closed != PURGED:
         return False
     end = read_end(store, batch_id, number)
+    if end is None:
+        # The run may come from somebody's memory: of a batch that was purged it would be open for ever.
+        refuse_removed(store, batch_id)
     sealed = sealed_shards(store, batch_id, number)
     tally = _tally(store, batch_id, number, sealed)
     spilled: dict[int, list[int]] = {}

@@ -75,8 +75,8 @@ return {'ours', full, feed}
 
 RESTORE = """
 local head, sealed = KEYS[1], KEYS[2]
-if redis.call('EXISTS', head) == 1 then return 0 end
-redis.call('DEL', sealed)
+if redis.call('EXISTS', head) == 1 and redis.call('HGET', head, 'closed') ~= 'purged' then return 0 end
+redis.call('DEL', head, sealed)
 local counted = 9 + tonumber(ARGV[9])
 for i = counted + 1, #ARGV do redis.call('SADD', sealed, ARGV[i]) end
 for i = 10, counted, 2 do redis.call('HSET', head, ARGV[i], ARGV[i + 1]) end

@@ -22,8 +22,8 @@ from kombu.exceptions import OperationalError
 from common import broker
 from common.dispatch import send
 from common.errors import HoleError, NoSuchBatchError, StoreUnavailableError, UsageError
-from common.layout import checked_batch_id
-from common.ledger import Address
+from common.layout import STORE_ID, checked_batch_id
+from common.ledger import PURGED, Address
 from workers import logs
 from workers.engine.host import current_delivery
 from workers.lines import Place, read_line
@@ -39,6 +39,8 @@ logger = logging.getLogger("fleet.tasks")
 #: So is a store that does not have the batch: it is another one than the producer's, or not mounted here.
 OUTAGES = (StoreUnavailableError, NoSuchBatchError, UsageError, OperationalError, redis.RedisError)
 MAX_WAIT_S = 30
+#: Seconds of tries after which a batch that a store does not have counts as purged, so that its messages may go.
+BURY_AFTER_S = 60
 #: Tries, most of them MAX_WAIT_S apart, after which a batch that the store does not have was removed from it.
 GIVE_UP_TRIES = 120
 
@@ -83,6 +85,8 @@ def _register_aggregator_task(app: WorkerApp, name: str, work: Callable[..., Non
         except HoleError as exc:
             logger.warning("not sealed: %s", exc)
         except OUTAGES as exc:
+            if isinstance(exc, NoSuchBatchError) and _is_gone(app, task, **ids):
+                raise Ignore from None
             if isinstance(exc, StoreUnavailableError):
                 app.fleet.watchdog.note_trouble(str(exc))
             raise _later(task, exc) from None
@@ -144,13 +148,42 @@ _AGGREGATOR_TASKS: dict[str, Callable[..., None]] = {
 }
 
 
+def _is_gone(app: WorkerApp, task: Any, *, batch_id: str, run: int, **_: object) -> bool:
+    """Whether the batch was purged, and its messages are acknowledged from now on; asked when the store has it not.
+
+    Unanswered, they would each hold a place on a worker for ever. But a store without its own mark is no witness: it
+    may be a mount point with nothing mounted. Should one be believed all the same, `restore` takes it back.
+    """
+    fleet = app.fleet
+    try:
+        progress = fleet.ledger.progress(batch_id, run)
+        if progress is not None:
+            return str(progress.closed) == PURGED
+        if _waited_s(task.request.retries) < BURY_AFTER_S or not fleet.store.exists(STORE_ID):
+            return False
+        fleet.ledger.bury(batch_id, run)
+    except (StoreUnavailableError, redis.RedisError):
+        return False
+    logger.warning("%s is not in %s: what is left of its messages is dropped", batch_id, fleet.store.uri)
+    return True
+
+
+def _waited_s(retries: int) -> int:
+    """Seconds that so many retries took."""
+    return sum(_wait_s(retry) for retry in range(retries))
+
+
+def _wait_s(retry: int) -> int:
+    return int(min(2**retry, MAX_WAIT_S))
+
+
 def _later(task: Any, exc: Exception) -> Exception:
     """What makes Celery run the task again after a while; a batch that nobody has for an hour is given up."""
     if isinstance(exc, NoSuchBatchError) and task.request.retries > GIVE_UP_TRIES:
         logger.error("%s: %s; given up", task.name, exc)
         ignored: Exception = Ignore()
         return ignored
-    wait_s = min(2**task.request.retries, MAX_WAIT_S)
+    wait_s = _wait_s(task.request.retries)
     logger.warning("%s: %s; again in %d s", task.name, exc, wait_s)
     retry: Exception = task.retry(countdown=wait_s, exc=exc, throw=False, argsrepr="-", kwargsrepr="-")
     return retry

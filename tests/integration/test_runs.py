@@ -183,9 +183,9 @@ def test_a_later_run_goes_on_after_the_broker_was_emptied(fleet: FleetServers) -
     batch_id, _ = run_mixed(fleet)
     assert fleet.producer("retry", batch_id, "--detach").code == 0
     fleet.client.flushall()
-    fleet.worker(model="later-model")
-
     resumed = fleet.start_producer("resume", batch_id)
+    wait_until(lambda: "attached" in resumed.stderr, 30, "the run is attached to")
+    fleet.worker(model="later-model")
 
     assert resumed.wait(60).code == 0
     assert_complete(MIXED, (fleet.folder / "in.out.jsonl").read_bytes())
