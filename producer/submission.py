@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from common import layout
 from common.batch import CLOSED, FIRST_RUN, BatchStatus, Run, batch_object, dumps, first_run
-from common.errors import InputRefusedError, NoSuchBatchError, OutputFailedError, UsageError
-from common.runs import BatchState, now, read_manifest, state_of, state_of_run
+from common.errors import InputRefusedError, NoSuchBatchError, OutputFailedError, StoreUnavailableError, UsageError
+from common.runs import BatchState, newest_run, now, read_manifest, state_of, state_of_run
 from producer import control
 from producer.interrupts import Interrupted
 from producer.local import LocalFleet
@@ -142,6 +142,7 @@ class Submission:
     def _put_down(self, destination: Destination, state: BatchState, progress: Progress) -> None:
         """Close the output, or send it; where that fails the rows are still in the batch."""
         try:
+            self._refuse_outdated(state.run)
             destination.close(durable=True)
             destination.deliver(self._store, state.run)
         except (OutputFailedError, Interrupted):
@@ -151,6 +152,18 @@ class Submission:
                 f"  producer fetch {local}{state.manifest.batch_id} -o {shown(self._output)}"
             )
             raise
+
+    def _refuse_outdated(self, run: Run) -> None:
+        """Keep a later run's rows from taking the place of a newer run's, which may lie in the output already."""
+        if run.number == FIRST_RUN:
+            return
+        # Of a batch that is away or gone these may be the only rows: they go where they belong.
+        with contextlib.suppress(NoSuchBatchError, StoreUnavailableError):
+            newest = newest_run(self._store, run.manifest).number
+            if newest > run.number:
+                raise OutputFailedError(
+                    f"{shown(self._output)} is left as it is: run {newest} is newer than {run.number}"
+                )
 
     def _same_command(self) -> str:
         return "the same command without --new" if self._options.new else "the same command"

@@ -191,6 +191,27 @@ def test_a_later_run_goes_on_after_the_broker_was_emptied(fleet: FleetServers) -
     assert_complete(MIXED, (fleet.folder / "in.out.jsonl").read_bytes())
 
 
+def test_a_producer_that_slept_does_not_put_older_rows_in_place(fleet: FleetServers) -> None:
+    """It waits for run 2 and sleeps over its end, and over the whole of run 3."""
+    batch_id, _ = run_mixed(fleet)
+    sleeper = fleet.start_producer("retry", batch_id)
+    wait_until(lambda: fleet.waiting() >= 10, 20, "the second run is published")
+    sleeper.send(signal.SIGSTOP)
+    worker = fleet.worker()
+    wait_until(lambda: read_end(fleet.store, batch_id, 2) is not None, 30, "the second run is closed")
+    worker.stop()
+    fleet.worker(model="later-model")
+    assert fleet.producer("retry", batch_id).code == 0
+
+    sleeper.send(signal.SIGCONT)
+
+    run = sleeper.wait(30)
+    assert run.code == 1, run.stderr
+    assert "run 3 is newer" in run.stderr
+    assert f"producer fetch {batch_id}" in run.stderr
+    assert_complete(MIXED, (fleet.folder / "in.out.jsonl").read_bytes())
+
+
 def test_a_local_batch_is_retried_on_this_machine(server: str, tmp_path: Path) -> None:
     workplace = Workplace(tmp_path)
     try:
