@@ -21,6 +21,7 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import redis
 from pydantic_core import from_json
 
 from common import layout
@@ -206,7 +207,7 @@ class Batch:
 
     def cancel(self) -> None:
         """End the batch within seconds: finished rows are kept, the others fail as `cancelled`."""
-        control.cancel(self._store, self._fleet, self._run.manifest)
+        control.cancel(self._store, self._fleet if self._is_running() else None, self._run.manifest)
 
     def close(self) -> None:
         """End a local fleet; the same `submit` goes on where it stopped. Nothing happens to a batch of a fleet."""
@@ -232,7 +233,10 @@ class Batch:
 
     def _state(self) -> BatchState:
         ledger = self._fleet.ledger if self._fleet is not None and self._is_running() else None
-        return state_of_run(self._store, ledger, self._run)
+        try:
+            return state_of_run(self._store, ledger, self._run)
+        except redis.RedisError:
+            return state_of_run(self._store, None, self._run)  # what the store knows
 
     def _is_running(self) -> bool:
         return self._ended is None or self._ended.alive

@@ -307,11 +307,16 @@ def cancel(store: ObjectStore, fleet: Fleet | None, manifest: Manifest) -> Batch
     if end is not None:
         return end.status
     if fleet is not None:
-        fleet.refuse_other_store()
+        with contextlib.suppress(redis.RedisError):
+            fleet.refuse_other_store()
     wish = write_ending(store, run.batch_id, run.number, BatchStatus.CANCELLED)
     if fleet is not None:
-        fleet.ledger.set_ending(run.batch_id, run.number, wish.status.value)
-        send(fleet.app, broker.END_EARLY, batch_id=run.batch_id, run=run.number)
+        try:
+            fleet.ledger.set_ending(run.batch_id, run.number, wish.status.value)
+            send(fleet.app, broker.END_EARLY, batch_id=run.batch_id, run=run.number)
+        except (redis.RedisError, OperationalError) as exc:
+            # The wish is stored: the watchdog carries it out once the broker is back.
+            logger.warning("%s ends once the broker is back (%s)", run.batch_id, type(exc).__name__)
     return wish.status
 
 

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 import producer
+from common import layout
 from common.errors import InputRefusedError, NoSuchBatchError, UsageError
+from common.store import LocalStore
 from producer import Batch, control, submit
 from tests.invariants import assert_complete, chat_line, chat_lines
-from tests.servers import FleetServers, Workplace, wait_until
+from tests.servers import BrokerServer, FleetServers, Workplace, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -124,6 +126,19 @@ def test_a_batch_that_is_purged_is_not_waited_for(fleet: FleetServers, monkeypat
     for look in (lambda: list(rows), batch.wait, batch.status):
         with pytest.raises(NoSuchBatchError, match="removed"):
             look()
+
+
+def test_a_broker_that_is_away_is_no_error(server: str, tmp_path: Path) -> None:
+    """The store knows the state, and keeps the wish."""
+    store = LocalStore(tmp_path / "store")
+    with BrokerServer(tmp_path / "b", {"PATH": os.environ.get("PATH", os.defpath)}) as broker:
+        batch = submit(chat_lines(3), settings={"store": store.uri, "broker_url": broker.url})
+
+    assert batch.status()["status"] == "in_progress"
+    batch.cancel()
+    assert store.exists(layout.ending(batch.id, 1))
+    with pytest.raises(TimeoutError):
+        batch.wait(timeout_s=0.5)
 
 
 def test_what_the_command_says_is_an_exception(fleet: FleetServers) -> None:
