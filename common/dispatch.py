@@ -225,9 +225,7 @@ def _send_requests(
 
 
 def shard_queues(store: ObjectStore, run: Run, shard: Shard, routes: Routes) -> dict[int, str]:
-    """The queue of each request of a shard, by index."""
-    if routes.single:
-        return dict.fromkeys(shard.indexes, routes.default)
+    """The queue of each request of a shard, by index. Reads every line of it."""
     return {index: routes.queue_of_line(line) for index, line in shard_lines(store, run, shard)}
 
 
@@ -235,25 +233,28 @@ def _claims(
     store: ObjectStore, run: Run, shard: Shard, routes: Routes
 ) -> Iterator[tuple[str, int, str | tuple[int, int, int]]]:
     """Queue and index of each request, and what its message carries: its line, or where a large one lies."""
-    offset = 0
-    wanted = shard.indexes if isinstance(shard.indexes, range) else frozenset(shard.indexes)
-    with store.open(layout.shard_input(run.batch_id, shard.source)) as file:
-        for index, raw in enumerate(file, start=shard.first):
-            line = raw.rstrip(b"\n")
-            if index in wanted:
-                queue = routes.default if routes.single else routes.queue_of_line(line.decode("utf-8"))
-                inline = len(line) <= INLINE_BYTES
-                yield queue, index, line.decode("utf-8") if inline else (shard.source, offset, len(line))
-            offset += len(raw)
+    for index, offset, line in _raw_lines(store, run, shard):
+        inline = len(line) <= INLINE_BYTES
+        text = line.decode("utf-8") if inline or not routes.single else ""
+        queue = routes.default if routes.single else routes.queue_of_line(text)
+        yield queue, index, text if inline else (shard.source, offset, len(line))
 
 
 def shard_lines(store: ObjectStore, run: Run, shard: Shard) -> Iterator[tuple[int, str]]:
     """The index and the line (no line end) of each request of a shard, in order."""
+    for index, _, line in _raw_lines(store, run, shard):
+        yield index, line.decode("utf-8")
+
+
+def _raw_lines(store: ObjectStore, run: Run, shard: Shard) -> Iterator[tuple[int, int, bytes]]:
+    """Of each request of a shard, in order: its index, where its line lies in the input shard, and the line."""
+    offset = 0
     wanted = shard.indexes if isinstance(shard.indexes, range) else frozenset(shard.indexes)
     with store.open(layout.shard_input(run.batch_id, shard.source)) as file:
         for index, raw in enumerate(file, start=shard.first):
             if index in wanted:
-                yield index, raw.rstrip(b"\n").decode("utf-8")
+                yield index, offset, raw.rstrip(b"\n")
+            offset += len(raw)
 
 
 def _derived_id(*parts: object) -> str:

@@ -340,28 +340,29 @@ class Ledger:
 
     def _slices(self, key: str, fields: list[str]) -> Iterator[list[str]]:
         """The fields in slices of about `SLICE_BYTES` of rows: rows may be large."""
-        with self._client.pipeline(transaction=False) as pipe:
-            for field in fields:
-                pipe.hstrlen(key, field)
-            sizes: list[int] = pipe.execute()
         some: list[str] = []
         held = 0
-        for field, size in zip(fields, sizes, strict=True):
+        for name, size in zip(fields, self._sizes(key, fields), strict=True):
             if some and held + size > SLICE_BYTES:
                 yield some
                 some, held = [], 0
-            some.append(field)
+            some.append(name)
             held += size
         if some:
             yield some
 
     def row_sizes(self, batch_id: str, run: int, shard: int, indexes: Sequence[int]) -> list[int]:
         """The bytes of each row of a shard that lies in Redis."""
-        key = keys.rows(batch_id, run, shard)
+        sizes = self._sizes(keys.rows(batch_id, run, shard), map(str, indexes))
+        return [size for size in sizes if size]
+
+    def _sizes(self, key: str, fields: Iterable[str]) -> list[int]:
+        """The bytes of each field's value; 0 where there is none."""
         with self._client.pipeline(transaction=False) as pipe:
-            for index in indexes:
-                pipe.hstrlen(key, str(index))
-            return [size for size in pipe.execute() if size]
+            for name in fields:
+                pipe.hstrlen(key, name)
+            sizes: list[int] = pipe.execute()
+        return sizes
 
     def mark_spilled(self, batch_id: str, run: int, shard: int, digests: Sequence[tuple[int, str]]) -> int:
         """Let go of rows that lie in the batch directory: each is given by its index and the SHA-1 of its bytes.

@@ -15,6 +15,7 @@ from typing import IO, TYPE_CHECKING, cast
 from common import layout
 from common.errors import StoreUnavailableError
 from common.s3 import S3Bucket, split_uri
+from common.store import FileWriter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,18 +24,6 @@ if TYPE_CHECKING:
 
 #: Of an object that is being written, so much is kept in memory before it goes to a temporary file.
 _MEMORY_BYTES = 1024 * 1024
-
-
-class _S3Writer:
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self.created = False
-
-    def write(self, data: bytes, /) -> None:
-        try:
-            self._file.write(data)
-        except OSError as exc:
-            raise StoreUnavailableError(f"the temporary file of an upload failed: {exc.strerror}") from exc
 
 
 class S3Store:
@@ -61,7 +50,7 @@ class S3Store:
     def writing(self, name: str, *, replace: bool = False) -> Iterator[ObjectWriter]:
         """See `ObjectStore.writing`."""
         with tempfile.SpooledTemporaryFile(_MEMORY_BYTES, prefix="fleet-upload-") as file:
-            writer = _S3Writer(cast("IO[bytes]", file))
+            writer = FileWriter(cast("IO[bytes]", file), "the temporary file of an upload failed")
             yield writer
             try:
                 file.flush()

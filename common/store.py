@@ -79,16 +79,20 @@ class ObjectStore(Protocol):
         """What the store does not promise as it should, in sentences for operators; asks the store."""
 
 
-class _LocalWriter:
-    def __init__(self, file: IO[bytes]) -> None:
+class FileWriter:
+    """An object that is written to a file first. `what` failed when the file cannot be written."""
+
+    def __init__(self, file: IO[bytes], what: str) -> None:
         self._file = file
+        self._what = what
         self.created = False
 
     def write(self, data: bytes, /) -> None:
+        """Append bytes."""
         try:
             self._file.write(data)
         except OSError as exc:
-            raise StoreUnavailableError(f"the store failed while it wrote: {exc.strerror}") from exc
+            raise StoreUnavailableError(f"{self._what}: {exc.strerror}") from exc
 
 
 class LocalStore:
@@ -120,7 +124,7 @@ class LocalStore:
         try:
             file = os.fdopen(descriptor, "wb")
             try:
-                writer = _LocalWriter(file)
+                writer = FileWriter(file, "the store failed while it wrote")
                 yield writer
                 with self._outage(name):
                     file.flush()

