@@ -18,13 +18,8 @@ A worker that dies now strikes one suspect at most, so that an innocent neighbou
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from typing import TYPE_CHECKING
 
 from common.ledger import SUSPECT_STRIKES
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 #: Strikes from which a request is a suspect, and from which it runs alone.
 SUSPECT = SUSPECT_STRIKES
@@ -42,29 +37,53 @@ class Quarantine:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    @contextlib.asynccontextmanager
-    async def admit(self, strikes: int) -> AsyncIterator[None]:
+    def admit(self, strikes: int) -> Admission:
         """Wait until a request with so many strikes may run; it runs inside the context."""
-        async with contextlib.AsyncExitStack() as stack:
-            if strikes >= SUSPECT:
-                await stack.enter_async_context(self._suspects)
+        return Admission(self, strikes)
+
+    async def enter(self, strikes: int) -> None:
+        """Wait for admission."""
+        if strikes >= SUSPECT:
+            await self._suspects.acquire()
+        try:
             if strikes >= ALONE:
                 self._open.clear()
-                stack.callback(self._open.set)
                 await self._idle.wait()
             else:
                 # Not a lock: those who run are many. Asked again, since another may have closed it meanwhile.
                 while not self._open.is_set():
                     await self._open.wait()
-            self._enter()
-            stack.callback(self._leave)
-            yield
-
-    def _enter(self) -> None:
+        except BaseException:
+            self._reopen(strikes)
+            raise
         self._running += 1
         self._idle.clear()
 
-    def _leave(self) -> None:
+    def leave(self, strikes: int) -> None:
+        """End what `enter` began."""
         self._running -= 1
         if not self._running:
             self._idle.set()
+        self._reopen(strikes)
+
+    def _reopen(self, strikes: int) -> None:
+        if strikes >= ALONE:
+            self._open.set()
+        if strikes >= SUSPECT:
+            self._suspects.release()
+
+
+class Admission:
+    """A request's stay. Made by hand: `contextlib` takes longer for it than all the rest of the way to the engine."""
+
+    __slots__ = ("_quarantine", "_strikes")
+
+    def __init__(self, quarantine: Quarantine, strikes: int) -> None:
+        self._quarantine = quarantine
+        self._strikes = strikes
+
+    async def __aenter__(self) -> None:
+        await self._quarantine.enter(self._strikes)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._quarantine.leave(self._strikes)
