@@ -214,6 +214,7 @@ def check_worker(sender: Any, **_: Any) -> None:
 def start_watchdog(sender: Any, **_: Any) -> None:
     """Celery's signal when a worker takes messages: an aggregator looks after open batches from now on."""
     if AGGREGATE_QUEUE in sender.app.amqp.queues.consume_from:
+        settle()
         sender.app.fleet.watchdog.start()
         # Last: a broker or a store that fails just now would end this handler, and Celery only logs that.
         fleet = sender.app.fleet

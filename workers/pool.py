@@ -40,6 +40,7 @@ from celery.worker.request import Request
 from kombu.serialization import loads, prepare_accept_content
 
 from common.errors import FleetError
+from common.garbage import settle
 from common.settings import AGGREGATE_QUEUE
 from common.transport import Transport
 from workers.engine.coalesce import Coalescer
@@ -163,6 +164,7 @@ class TaskPool(BasePool):  # type: ignore[misc]  # Celery has no types
             print(f"error: {exc}", file=sys.stderr, flush=True)
             raise SystemExit(exc.exit_code) from None
         self.limit = self.host.inflight
+        settle()
 
     @staticmethod
     def _wait_until_ready(ready: Future[None]) -> None:

@@ -229,3 +229,27 @@ def test_celerys_own_command_starts_the_same_worker(fleet: FleetServers, pool: t
     assert_completes(fleet, batch_id, lines)
     assert psutil.Process(worker.pid).children() == []
     assert worker.stop().code == 0
+
+
+#: A worker whose collector never looks; at its end it says what there was to collect.
+UNCOLLECTED = (
+    "import gc, sys; import workers.pool as pool; settle = pool.settle; "
+    "pool.settle = lambda: (settle(), print('seldom', gc.get_threshold()[0], file=sys.stderr), gc.disable()); "
+    "close = pool.TaskPool._close; "
+    "pool.TaskPool._close = lambda self: (print('left', gc.collect(), file=sys.stderr, flush=True), close(self)); "
+    "from workers.cli import main; main(sys.argv[1:])"
+)
+
+
+def test_a_request_leaves_nothing_for_the_garbage_collector(fleet: FleetServers) -> None:
+    """So the collector need not look at every 700th object, which is what makes requests cheap."""
+    lines = chat_lines(400)
+    fleet.aggregator()
+    worker = fleet.start("worker", "-c", UNCOLLECTED, "serve", MODEL, "--engine", "echo")
+    assert_completes(fleet, detach(fleet, lines), lines)
+
+    worker.stop()
+
+    said = dict(line.split() for line in worker.stderr.splitlines() if line.startswith(("seldom ", "left ")))
+    assert int(said["seldom"]) > 700
+    assert int(said["left"]) < 2 * len(lines), worker.stderr
