@@ -26,15 +26,17 @@ from kombu.common import maybe_declare
 
 from common import broker, layout
 from common.messages import RequestMessages
+from common.packs import pack, pack_sizes
 from common.settings import AGGREGATE_QUEUE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from celery import Celery
 
     from common.batch import Run, Shard
-    from common.ledger import Ledger, Progress
+    from common.ledger import Ledger, Progress, WorkerBeat
+    from common.packs import Claim
     from common.routes import Routes
     from common.store import ObjectStore
 
@@ -63,7 +65,15 @@ class Feeder:
     """Publishes the shards of one run, as the window allows. Calling `feed` too often is harmless."""
 
     def __init__(
-        self, app: Celery, ledger: Ledger, store: ObjectStore, run: Run, *, window: int, routes: Routes
+        self,
+        app: Celery,
+        ledger: Ledger,
+        store: ObjectStore,
+        run: Run,
+        *,
+        window: int,
+        routes: Routes,
+        pack_size: int = 1,
     ) -> None:
         self._app = app
         self._ledger = ledger
@@ -71,6 +81,7 @@ class Feeder:
         self._run = run
         self._window = window
         self._routes = routes
+        self._pack_size = pack_size
 
     def feed(self, at_most: int | None = None) -> int:
         """Publish shards until `window` requests are published and not finished; returns how many shards.
@@ -78,7 +89,9 @@ class Feeder:
         Unfinished requests count, not open shards: one straggler keeps its shard open and must not starve engines.
         """
         batch_id, run, shards = self._run.batch_id, self._run.number, self._run.shards
-        window = Window(self._ledger, self._window, self._routes)
+        workers = [worker for worker in self._ledger.workers() if worker.engine and worker.state == "ready"]
+        window = Window(workers, self._window, self._routes)
+        packs = pack_sizes(workers, self._pack_size)
         published = 0
         while published != at_most:
             progress = self._ledger.progress(batch_id, run)
@@ -95,7 +108,7 @@ class Feeder:
                 continue  # another feeder took it
             if self._ledger.is_sealed(batch_id, run, shard.number):
                 continue  # done before Redis lost the run, and known from its part
-            sent = publish_shard(self._app, self._store, self._run, shard, routes=self._routes)
+            sent = publish_shard(self._app, self._store, self._run, shard, routes=self._routes, packs=packs)
             if not self._routes.single:
                 self._ledger.note_published(batch_id, run, sent)
             published += 1
@@ -116,8 +129,8 @@ class Window:
     there are queues, since a shard is published whole.
     """
 
-    def __init__(self, ledger: Ledger, window: int, routes: Routes) -> None:
-        workers = [worker for worker in ledger.workers() if worker.engine and worker.state == "ready"]
+    def __init__(self, workers: Sequence[WorkerBeat], window: int, routes: Routes) -> None:
+        """`workers` are those that are ready."""
         self._requests = max(window, 2 * sum(worker.inflight for worker in workers))
         # A single queue has but one window, and is not counted apart.
         self._live = set() if routes.single else {worker.queue for worker in workers} & set(routes.queues)
@@ -132,10 +145,13 @@ class Window:
         return unfinished >= self._most or all(progress.unfinished(queue) >= self._requests for queue in self._live)
 
 
-def publish_shard(app: Celery, store: ObjectStore, run: Run, shard: Shard, *, routes: Routes) -> Counter[str]:
+def publish_shard(
+    app: Celery, store: ObjectStore, run: Run, shard: Shard, *, routes: Routes, packs: Mapping[str, int] | None = None
+) -> Counter[str]:
     """Send a shard's chord: its requests in order, and `seal_shard` when all of them returned their receipt.
 
-    Returns how many went to which queue.
+    `packs` says how many requests a message may carry, by queue; 1 where it says nothing. Returns how many requests
+    went to which queue.
 
     Raises kombu's `OperationalError` when the broker is away; messages that were flushed before stay.
     """
@@ -151,18 +167,24 @@ def publish_shard(app: Celery, store: ObjectStore, run: Run, shard: Shard, *, ro
             "kwargsrepr": f"{batch_id}/{number}/{shard.number}",
         },
     )
-    app.backend.set_chord_size(group_id, shard.count)
+    claims = _claims(store, run, shard, routes)
+    messages: Iterable[tuple[str, int, list[Claim]]] = ((queue, index, [claim]) for queue, index, claim in claims)
+    count = shard.count
+    if packs and max(packs.values()) > 1:
+        messages = list(pack(claims, packs))  # the chord's size comes first
+        count = len(messages)
+    app.backend.set_chord_size(group_id, count)
 
-    def messages(queue: str) -> RequestMessages:
+    def make(queue: str) -> RequestMessages:
         # Serialized once here instead of once per request.
         return RequestMessages(app, run, shard, queue=queue, group_id=group_id, body=dict(body))
 
     return _send_requests(
         app,
-        messages,
+        make,
         (
-            (queue, _derived_id(batch_id, number, shard.number, index), index, position, line)
-            for position, (queue, index, line) in enumerate(_claims(store, run, shard, routes))
+            (queue, _derived_id(batch_id, number, shard.number, index), index, position, each)
+            for position, (queue, index, each) in enumerate(messages)
         ),
     )
 
@@ -172,7 +194,8 @@ def republish(
 ) -> None:
     """Send requests of a shard again, as plain tasks with fresh ids and no chord.
 
-    Celery's chord keeps done marks and sizes that would swallow a second publishing. Whoever records the shard's last
+    One in each message, for what got lost may be one that kills. Celery's chord keeps done marks and sizes that would
+    swallow a second publishing. Whoever records the shard's last
     row sends `seal_shard`; with no index missing it is sent at once.
     """
     if not indexes:
@@ -182,8 +205,8 @@ def republish(
         app,
         lambda queue: RequestMessages(app, run, shard, queue=queue),
         (
-            (queue, str(uuid.uuid4()), index, 0, line)
-            for queue, index, line in _claims(store, run, shard, routes)
+            (queue, str(uuid.uuid4()), index, 0, [claim])
+            for queue, index, claim in _claims(store, run, shard, routes)
             if index in indexes
         ),
     )
@@ -192,11 +215,11 @@ def republish(
 def _send_requests(
     app: Celery,
     make: Callable[[str], RequestMessages],
-    requests: Iterator[tuple[str, str, int, int, str | tuple[int, int, int]]],
+    messages: Iterable[tuple[str, str, int, int, list[Claim]]],
 ) -> Counter[str]:
-    """Send requests in order, a few hundred at a time: queue, task id, index, position, and line or place, each.
+    """Send messages in order, a few hundred at a time: queue, task id, first index, position, and requests, each.
 
-    `make` makes a queue's messages. Returns how many went to which queue. Raises kombu's `OperationalError`.
+    `make` makes a queue's messages. Returns how many requests went to which queue. Raises kombu's `OperationalError`.
     """
     sent: Counter[str] = Counter()
     templates: dict[str, RequestMessages] = {}
@@ -204,18 +227,18 @@ def _send_requests(
     with app.producer_pool.acquire(block=True) as producer:
 
         def push() -> None:
-            for queue, messages in waiting.items():
-                producer.channel.push(queue, messages)
+            for queue, together in waiting.items():
+                producer.channel.push(queue, together)
             waiting.clear()
 
         size = count = 0
-        for queue, task_id, index, position, line in requests:
+        for queue, task_id, index, position, claims in messages:
             if queue not in templates:
                 maybe_declare(app.amqp.queues[queue], producer.channel)
                 templates[queue] = make(queue)
-            message = templates[queue].fill(task_id, index, position, line)
+            message = templates[queue].fill(task_id, index, position, claims)
             waiting.setdefault(queue, []).append(message)
-            sent[queue] += 1
+            sent[queue] += len(claims)
             count, size = count + 1, size + len(message)
             if count >= PUBLISH_BATCH or size >= PUBLISH_BYTES:
                 push()
@@ -229,9 +252,7 @@ def shard_queues(store: ObjectStore, run: Run, shard: Shard, routes: Routes) -> 
     return {index: routes.queue_of_line(line) for index, line in shard_lines(store, run, shard)}
 
 
-def _claims(
-    store: ObjectStore, run: Run, shard: Shard, routes: Routes
-) -> Iterator[tuple[str, int, str | tuple[int, int, int]]]:
+def _claims(store: ObjectStore, run: Run, shard: Shard, routes: Routes) -> Iterator[tuple[str, int, Claim]]:
     """Queue and index of each request, and what its message carries: its line, or where a large one lies."""
     for index, offset, line in _raw_lines(store, run, shard):
         inline = len(line) <= INLINE_BYTES

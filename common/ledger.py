@@ -171,6 +171,8 @@ class WorkerBeat:
     store_id: str = ""
     #: What its store last refused it, if that was just now: a full disk perhaps.
     trouble: str = ""
+    #: Seconds of its engine's time that a request took lately; 0 while nothing was measured.
+    request_s: float = 0.0
 
 
 class Ledger:
@@ -483,6 +485,7 @@ class Ledger:
                 "store": beat.store,
                 "store_id": beat.store_id,
                 "trouble": beat.trouble,
+                "request_s": beat.request_s,
             }
         )
         self._beat.call(
@@ -580,4 +583,5 @@ def parse_beat(worker_id: str, value: bytes) -> WorkerBeat:
         store=fields.get("store", ""),
         store_id=fields.get("store_id", ""),
         trouble=fields.get("trouble", ""),
+        request_s=fields.get("request_s", 0.0),
     )

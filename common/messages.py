@@ -20,6 +20,7 @@ from kombu.utils.json import dumps
 from pydantic_core import to_json
 
 from common import broker
+from common.transport import REQUESTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from common.batch import Run, Shard
+    from common.packs import Claim
 
 #: Where requests differ. The quotes around a mark go with it: plain ones in the envelope, escaped ones in the body.
 _HOLE = re.compile(r'\\?"<<(\w+)>>\\?"')
@@ -37,7 +39,10 @@ def _hole(name: str) -> str:
 
 
 class RequestMessages:
-    """The messages of a shard's requests. With `group_id` and `body` they are the header of a chord."""
+    """The messages of a shard's requests. With `group_id` and `body` they are the header of a chord.
+
+    A pack's message has one more argument and one more header; every other one looks as if there were no packs.
+    """
 
     def __init__(
         self,
@@ -50,15 +55,27 @@ class RequestMessages:
         body: Any = None,
     ) -> None:
         self._ids = f"{run.batch_id}/{run.number}/{shard.number}/"
+        self._app = app
+        self._run = run
+        self._shard = shard
+        self._queue = queue
+        self._group_id = group_id
+        self._body = body
+        self._single = self._make_template()
+        #: Made when the first pack comes; most shards have none.
+        self._pack = ""
+
+    def _make_template(self, **more: Any) -> str:
+        run, shard = self._run, self._shard
         arguments = {"batch_id": run.batch_id, "run": run.number, "shard": shard.number, "index": _hole("index")}
-        arguments |= {"count": shard.count, "line": _hole("line")}
-        task = app.amqp.as_task_v2(
+        arguments |= {"count": shard.count, "line": _hole("line"), **more}
+        task = self._app.amqp.as_task_v2(
             _hole("id"),
             broker.RUN_REQUEST,
             kwargs=arguments,
-            group_id=group_id,
-            group_index=_hole("position") if group_id is not None else None,
-            chord=body,
+            group_id=self._group_id,
+            group_index=_hole("position") if self._group_id is not None else None,
+            chord=self._body,
             ignore_result=True,
             # Celery would put the prompt here, for Flower and the logs to show.
             argsrepr="-",
@@ -68,12 +85,12 @@ class RequestMessages:
             "body": dumps(task.body),
             "content-encoding": "utf-8",
             "content-type": "application/json",
-            "headers": task.headers,
+            "headers": {**task.headers, REQUESTS: _hole("requests")} if more else task.headers,
             "properties": {
                 "correlation_id": _hole("id"),
-                "reply_to": app.thread_oid,
+                "reply_to": self._app.thread_oid,
                 "delivery_mode": 2,
-                "delivery_info": {"exchange": "", "routing_key": queue},
+                "delivery_info": {"exchange": "", "routing_key": self._queue},
                 "priority": 0,
                 "body_encoding": "utf-8",
                 "delivery_tag": _hole("tag"),
@@ -81,24 +98,40 @@ class RequestMessages:
         }
         # Every second piece is the name of a hole.
         pieces = _HOLE.split(dumps(envelope).replace("%", "%%"))
-        self._template = "".join(piece if number % 2 == 0 else f"%({piece})s" for number, piece in enumerate(pieces))
+        return "".join(piece if number % 2 == 0 else f"%({piece})s" for number, piece in enumerate(pieces))
 
-    def fill(self, task_id: str, index: int, position: int, line: str | Sequence[int]) -> bytes:
-        """The message of one request as it lies in the queue: its id, its index, its place in the chord, its line.
+    def fill(self, task_id: str, index: int, position: int, claims: Sequence[Claim]) -> bytes:
+        """The message as it lies in the queue: its id, its first request's index, its place in the chord, its requests.
 
-        `line` is the line, or of a large one where it lies.
+        Of each request its line, or of a large one where it lies. Several follow each other, and are lines.
         """
         quoted = f'"{task_id}"'
-        message = self._template % {
+        first, *others = claims
+        values = {
             "id": quoted,
-            "repr": f'"{self._ids}{index}"',
+            "repr": f'"{self._ids}{indexes_repr(index, len(claims))}"',
             "position": position,
             "tag": f'"{uuid.uuid4()}"',
             "index": index,
             # A string in the body, which is a string in the envelope.
-            "line": _quoted(_quoted(line))[1:-1] if isinstance(line, str) else list(line),
+            "line": _quoted(_quoted(first))[1:-1] if isinstance(first, str) else list(first),
         }
-        return message.encode()
+        if not others:
+            return (self._single % values).encode()
+        self._pack = self._pack or self._make_template(more=_hole("more"))
+        values |= {"requests": len(claims), "more": _quoted(to_json(others).decode())[1:-1]}
+        return (self._pack % values).encode()
+
+
+def indexes_repr(first: int, count: int) -> str:
+    """How a message's requests are shown: `7`, or `7-9` where it carries three."""
+    return f"{first}-{first + count - 1}" if count > 1 else str(first)
+
+
+def read_indexes(shown: str) -> range:
+    """What `indexes_repr` wrote."""
+    first, _, last = shown.partition("-")
+    return range(int(first), int(last or first) + 1)
 
 
 def _quoted(text: str) -> str:

@@ -43,6 +43,9 @@ class FleetSettings(BaseSettings):
     shard_size: int = Field(default=MAX_SHARD_SIZE, ge=1, le=MAX_SHARD_SIZE)
     #: Requests of a batch that may be published and not finished.
     window: int = Field(default=16_384, ge=1)
+    #: Most requests that a message may carry, of endpoints that do not generate and when they take a worker a few
+    #: milliseconds; 1 for a message each. Producers and aggregators.
+    pack_size: int = Field(default=16, ge=1, le=64)
     #: Queues of models, `MODEL=QUEUE,…`; a model that is not named goes to the queue `gpu`. Producers and aggregators.
     routes: str = ""
     #: Seconds for which a delivery is its worker's, renewed several times while the worker lives; at least 10. A chord

@@ -58,6 +58,9 @@ logger = logging.getLogger("fleet.transport")
 
 SCHEME = "fleet"
 
+#: Header of a message that carries several requests: how many. The prefetch window counts requests.
+REQUESTS = "requests"
+
 #: An acknowledgement waits at most so long, or for so many others.
 ACK_WAIT_S = 0.01
 ACK_BATCH = 64
@@ -152,12 +155,16 @@ _ALLOW_FULL = "#!lua flags=allow-oom\n"
 
 @dataclass(slots=True)
 class _Held:
-    """A delivery in hand. `entry`: still to be written to `unacked`. `ours`: the lease was not lost to a sweep."""
+    """A delivery in hand. `entry`: still to be written to `unacked`. `ours`: the lease was not lost to a sweep.
+
+    `requests`: how many it carries.
+    """
 
     message: weakref.ref[Any]
     written: bool = False
     entry: str | None = None
     ours: bool = True
+    requests: int = 1
 
 
 class Leases:
@@ -177,6 +184,8 @@ class Leases:
         self.dropped: Callable[[], Iterable[Any]] = tuple
         self._lock = threading.Lock()
         self._held: dict[str, _Held] = {}
+        #: Requests in hand beside the first one of each delivery, and how many a delivery carries at most lately.
+        self.packed, self.heaviest = 0, 1
         #: Held, but received on a channel that was closed since.
         self._detached: set[str] = set()
         self._acks: list[str] = []
@@ -241,9 +250,12 @@ class Leases:
 
         `entry` is None for one that `take` has noted.
         """
-        held = _Held(weakref.ref(message), written=entry is None)
+        requests = _requests_of(message)
+        held = _Held(weakref.ref(message), written=entry is None, requests=requests)
         with self._lock:
             self._held[tag] = held
+            self.packed += requests - 1
+            self.heaviest = max(requests, self.heaviest - 1)
             if self._thread is None or not self._thread.is_alive():
                 self._stop.clear()
                 self._renew_at = monotonic() + self._lease_s / RENEWALS
@@ -302,6 +314,7 @@ class Leases:
                 self._returns += [tag for tag, held in reversed(self._held.items()) if held.ours]
                 self._held.clear()
                 self._detached.clear()
+                self.packed = 0
             self._write_returns()
         except _AWAY as exc:
             logger.warning("deliveries not handed back, they are left to their lease: %s", type(exc).__name__)
@@ -323,7 +336,10 @@ class Leases:
         with self._lock:
             held = self._held.pop(tag, None)
             self._detached.discard(tag)
-            if held is not None and held.ours:
+            if held is None:
+                return
+            self.packed -= held.requests - 1
+            if held.ours:
                 then.append(tag)
 
     def _take(self, tags: list[str]) -> list[Any]:
@@ -446,6 +462,12 @@ def _redelivered(channel: Any, entry: bytes) -> tuple[list[str], str]:
     return [channel._q_for_pri(queue, priority) for queue in queues], dumps(message)  # noqa: SLF001
 
 
+def _requests_of(message: Any) -> int:
+    """How many requests a message carries."""
+    requests = (getattr(message, "headers", None) or {}).get(REQUESTS, 1)
+    return requests if type(requests) is int and requests > 0 else 1
+
+
 def _slices(tags: list[Any], size: int) -> Iterable[list[Any]]:
     return (tags[start : start + size] for start in range(0, len(tags), size))
 
@@ -480,13 +502,16 @@ class QoS(stock.QoS):  # type: ignore[misc]  # kombu has no types
         self._swept_at = monotonic()
 
     def can_consume(self) -> bool:
-        """Whether the window has room. What runs on since before a reconnect takes its place in it."""
+        """Whether the window has room. What runs on since before a reconnect takes its place in it.
+
+        The window counts requests; the last message taken may carry more than there is room for.
+        """
         return self.room > 0
 
     @property
     def room(self) -> int:
-        """How many more messages may be taken now."""
-        in_hand = len(self._delivered) - len(self._dirty) + self._leases.detached
+        """How many more requests may be taken now."""
+        in_hand = len(self._delivered) - len(self._dirty) + self._leases.detached + self._leases.packed
         return self.prefetch_count - in_hand if self.prefetch_count else TAKE_SLICE
 
     def append(self, message: Any, delivery_tag: str) -> None:
@@ -610,7 +635,8 @@ class Channel(stock.Channel):  # type: ignore[misc]  # kombu has no types
         """
         answer = super()._brpop_read(**options)
         for queue in self.work_queues:
-            most = min(self.qos.room, TAKE_SLICE)
+            # What comes is mostly like what came last.
+            most = min(self.qos.room // self.connection.leases.heaviest, TAKE_SLICE)
             if most > 0:
                 self._take(queue, most)
         return answer

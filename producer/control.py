@@ -120,7 +120,16 @@ class Fleet:
 
     def feeder(self, run: Run) -> Feeder:
         """A feeder of the run."""
-        return Feeder(self.app, self.ledger, self.store, run, window=self.settings.window, routes=self.routes)
+        settings = self.settings
+        return Feeder(
+            self.app,
+            self.ledger,
+            self.store,
+            run,
+            window=settings.window,
+            routes=self.routes,
+            pack_size=settings.pack_size,
+        )
 
     @property
     def routes(self) -> Routes:

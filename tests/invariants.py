@@ -29,6 +29,17 @@ def chat_line(custom_id: str, text: str, *, model: str | None = "test-model", **
     return json.dumps(request, ensure_ascii=False)
 
 
+def embedding_line(custom_id: str, text: str, *, model: str = "test-model", **body: Any) -> str:
+    """One input line of an embedding, without its LF."""
+    request = {
+        "custom_id": custom_id,
+        "method": "POST",
+        "url": "/v1/embeddings",
+        "body": {"model": model, "input": text, **body},
+    }
+    return json.dumps(request, ensure_ascii=False)
+
+
 def chat_lines(count: int, **body: Any) -> list[str]:
     """Input lines `c00000` …, each with a text of its own."""
     return [chat_line(f"c{number:05d}", f"text number {number}", **body) for number in range(count)]

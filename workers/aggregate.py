@@ -83,12 +83,15 @@ _RUNS = 64
 class Aggregator:
     """Seals, assembles and feeds over one store and one ledger."""
 
-    def __init__(self, app: Celery, store: ObjectStore, ledger: Ledger, *, window: int, routes: Routes) -> None:
+    def __init__(
+        self, app: Celery, store: ObjectStore, ledger: Ledger, *, window: int, routes: Routes, pack_size: int = 1
+    ) -> None:
         self._app = app
         self._store = store
         self._ledger = ledger
         self._window = window
         self._routes = routes
+        self._pack_size = pack_size
         self._runs: dict[tuple[str, int], Run] = {}
         self._relief = threading.Lock()
         self._relieved: dict[str, float] = {}
@@ -166,7 +169,15 @@ class Aggregator:
             return 0
         if self._ledger.memory_share() > SOFT_LIMIT:
             self.relieve(batch_id, number)
-        return Feeder(self._app, self._ledger, self._store, run, window=self._window, routes=self._routes).feed()
+        return Feeder(
+            self._app,
+            self._ledger,
+            self._store,
+            run,
+            window=self._window,
+            routes=self._routes,
+            pack_size=self._pack_size,
+        ).feed()
 
     def _goes_wrong(self, run: Run) -> bool:
         """Whether more rows of the file's run have failed than its submitter wants to see."""

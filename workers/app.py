@@ -19,7 +19,9 @@ from celery.worker import state
 from common import broker
 from common.dispatch import send
 from common.errors import UsageError
+from common.garbage import settle
 from common.ledger import Address, Ledger, new_worker_id
+from common.messages import read_indexes
 from common.routes import Routes
 from common.settings import AGGREGATE_QUEUE, WorkerSettings, load
 from common.store import open_store
@@ -119,7 +121,15 @@ class FleetApp:
     @cached_property
     def aggregator(self) -> Aggregator:
         """The aggregator over the settings' store."""
-        return Aggregator(self._app, self.store, self.ledger, window=self.settings.window, routes=self.routes)
+        settings = self.settings
+        return Aggregator(
+            self._app,
+            self.store,
+            self.ledger,
+            window=settings.window,
+            routes=self.routes,
+            pack_size=settings.pack_size,
+        )
 
     @cached_property
     def watchdog(self) -> Watchdog:
@@ -231,14 +241,15 @@ def stop_watchdog(sender: Any, **_: Any) -> None:
 
 
 def on_revoked(request: Any, **_: Any) -> None:
-    """Celery's signal when somebody revoked a request, in Flower perhaps: its row fails, the batch goes on.
+    """Celery's signal when somebody revoked a message, in Flower perhaps: its rows fail, the batch goes on.
 
     Celery acknowledges the message and fails the chord's part; the shard is sealed by its last row, or the watchdog.
     """
     if request.task != broker.RUN_REQUEST:
         return
-    batch_id, run, shard, index = str(request.kwargsrepr).split("/")
-    send(app, broker.FAIL_REQUEST, batch_id=batch_id, run=int(run), shard=int(shard), index=int(index))
+    batch_id, run, shard, indexes = str(request.kwargsrepr).split("/")
+    for index in read_indexes(indexes):
+        send(app, broker.FAIL_REQUEST, batch_id=batch_id, run=int(run), shard=int(shard), index=index)
 
 
 signals.worker_ready.connect(start_watchdog, weak=False)

@@ -27,6 +27,7 @@ from common.ledger import PURGED, Address
 from workers import logs
 from workers.engine.host import current_delivery
 from workers.lines import Place, read_line
+from workers.together import run_together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,17 +51,32 @@ def register(app: WorkerApp) -> None:
 
     @app.task(name=broker.RUN_REQUEST, shared=False, Request="workers.pool:QuietRequest")  # type: ignore[untyped-decorator]  # Celery has no types
     async def run_request(
-        *, batch_id: str, run: int, shard: int, index: int, count: int, line: str | Sequence[int]
+        *,
+        batch_id: str,
+        run: int,
+        shard: int,
+        index: int,
+        count: int,
+        line: str | Sequence[int],
+        more: Sequence[str] = (),
     ) -> int:
-        """Run one request on the engine and record its row. `count` is the number of requests of the shard.
+        """Run requests on the engine and record their rows: mostly one. `count` is the number of those of the shard.
 
-        `line` is the line itself, or of a large one where it lies (`Place`).
+        `line` is the first one's line, or of a large one where it lies (`Place`); `more` are the lines of those that
+        follow it in a pack.
         """
         delivery = current_delivery.get()
-        at = Address(batch_id, run, shard, index)
-        logs.bind(batch_id=batch_id, run=run, shard=shard, index=index)  # for this coroutine alone
-        text = line if isinstance(line, str) else partial(app.fleet.lines.fetch, at, Place(*line))
-        await delivery.host.run_request(at, count, text, delivery)
+
+        async def run_one(index: int, line: str | Sequence[int]) -> None:
+            at = Address(batch_id, run, shard, index)
+            logs.bind(batch_id=batch_id, run=run, shard=shard, index=index)  # for this coroutine alone
+            text = line if isinstance(line, str) else partial(app.fleet.lines.fetch, at, Place(*line))
+            await delivery.host.run_request(at, count, text, delivery)
+
+        if more:
+            await run_together(run_one(number, each) for number, each in enumerate((line, *more), start=index))
+        else:
+            await run_one(index, line)
         return broker.RECEIPT
 
     @app.task(name=broker.MARKER, shared=False)  # type: ignore[untyped-decorator]  # Celery has no types

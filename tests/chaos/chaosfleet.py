@@ -18,7 +18,7 @@ import redis
 
 from common import layout
 from tests.conftest import CASES
-from tests.invariants import assert_complete, input_lines
+from tests.invariants import assert_complete, embedding_line, input_lines
 from tests.servers import START_S, FleetServers, Process, wait_until
 
 if TYPE_CHECKING:
@@ -142,11 +142,31 @@ class ChaosFleet(FleetServers):
         # The last shard that the window allows was claimed, and its last message was sent.
         published = min(len(lines), int(self.environment["FLEET_WINDOW"]))
         wait_until(
-            lambda: self.waiting() + self.taken() + self.finished(batch_id) >= published or self.is_closed(batch_id),
+            lambda: self.carried() + self.finished(batch_id) >= published or self.is_closed(batch_id),
             START_S,
             "the first shards are published",
         )
         return Batch(batch_id, lines, producer, output)
+
+    def packed(self) -> list[int]:
+        """How many requests each message carries that waits or is in workers' hands."""
+        waiting: Any = self.client.lrange("gpu", 0, -1)
+        taken: Any = self.client.hvals("unacked")
+        messages = [*(json.loads(raw) for raw in waiting), *(json.loads(entry)[0] for entry in taken)]
+        return [int(message["headers"].get("requests", 1)) for message in messages]
+
+    def carried(self) -> int:
+        """How many requests all messages carry together."""
+        return sum(self.packed())
+
+    def warm_up(self, *workers: Process) -> None:
+        """Let workers measure how short a request can be, and say so: from then on requests that do not generate are
+        packed.
+        """
+        self.wait_closed(self.submit([embedding_line(f"warm{n}", f"text {n}") for n in range(64)]))
+        wait_until(
+            lambda: any(beat.request_s for worker in workers for beat in self.beats(worker)), START_S, "it is measured"
+        )
 
     def two_workers(self, inflight: int = 16, **environment: str) -> tuple[Process, Process]:
         """Two workers, started together."""

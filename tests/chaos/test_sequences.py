@@ -12,7 +12,7 @@ import pytest
 
 from tests.chaos.chaosfleet import LEASE_S, ChaosFleet, figures
 from tests.chaos.conftest import SEQUENCES
-from tests.invariants import chat_line
+from tests.invariants import chat_line, embedding_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +32,7 @@ class Harm:
         self._dice = dice
         self._kills = 0
         self._aggregator = fleet.aggregator()
-        self._workers = list(fleet.two_workers(24, FLEET_DRAIN_S="1"))
+        self.workers = list(fleet.two_workers(24, FLEET_DRAIN_S="1"))
         self.kinds: dict[str, Callable[[], object]] = {
             "kill worker": self._kill_worker,
             "stop worker": self._stop_worker,
@@ -65,18 +65,18 @@ class Harm:
         if self._kills < MOST_KILLS:
             self._kills += 1
             number = self._dice.randrange(2)
-            self._workers[number].kill()
-            self._workers[number] = self._worker()
+            self.workers[number].kill()
+            self.workers[number] = self._worker()
 
     def _stop_worker(self) -> None:
         number = self._dice.randrange(2)
-        self._workers[number].send(signal.SIGTERM)
-        self._workers[number] = self._worker()
+        self.workers[number].send(signal.SIGTERM)
+        self.workers[number] = self._worker()
 
     def _freeze_worker(self) -> None:
         if self._kills < MOST_KILLS:  # to the others a frozen worker is a dead one
             self._kills += 1
-            self._fleet.freeze(self._dice.choice(self._workers))
+            self._fleet.freeze(self._dice.choice(self.workers))
             time.sleep(self._dice.uniform(0.5, 2 * LEASE_S))
             self._fleet.thaw()
 
@@ -93,12 +93,19 @@ class Harm:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("seed", range(int(os.environ.get(SEQUENCES) or 1)))
 def test_a_batch_survives_a_random_sequence(chaos: ChaosFleet, seed: int) -> None:
+    """Every second sequence has several requests in a message."""
     dice = random.Random(seed)
+    line = embedding_line if seed % 2 else chat_line
+    if seed % 2:
+        chaos.environment["FLEET_WINDOW"] = str(COUNT)  # all are published before it shows that they are slow
     harm = Harm(chaos, dice)
+    if seed % 2:
+        chaos.warm_up(*harm.workers)
     latencies = [dice.choice([0.2, 1.0, 2.5, 4.0]) for _ in range(COUNT)]
     batch = chaos.submit(
-        [chat_line(f"r{n}", f"text {n}", echo={"latency_s": latency}) for n, latency in enumerate(latencies)]
+        [line(f"r{n}", f"text {n}", echo={"latency_s": latency}) for n, latency in enumerate(latencies)]
     )
+    assert (max(chaos.packed()) > 1) == bool(seed % 2)
     started = time.monotonic()
 
     happened = harm.happen(5)

@@ -21,7 +21,7 @@ from common.dispatch import publish_shard, republish
 from common.messages import RequestMessages
 from common.routes import Routes
 from common.store import LocalStore
-from common.transport import Transport
+from common.transport import REQUESTS, Transport
 from producer import control, intake
 from tests.invariants import chat_line, chat_lines
 from tests.servers import BrokerServer, free_port
@@ -60,6 +60,11 @@ def app(request: pytest.FixtureRequest, server: str, tmp_path: Path) -> Iterator
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
     return LocalStore(tmp_path / "store")
+
+
+def embedding_line(number: int, text: str) -> str:
+    body = {"model": "m", "input": text}
+    return json.dumps({"custom_id": f"e{number}", "method": "POST", "url": "/v1/embeddings", "body": body})
 
 
 def durable(store: LocalStore, folder: Path, lines: list[str]) -> Run:
@@ -151,6 +156,64 @@ def test_a_hand_made_message_is_what_send_task_sends(
         # Celery escapes what is not ASCII, a message made by hand holds it as UTF-8.
         assert json.dumps(json.loads(sent.pop("body"))) == json.dumps(json.loads(made.pop("body")))
         assert json.dumps(sent) == json.dumps(made)
+
+
+def test_a_pack_is_what_send_task_sends_with_one_more_argument_and_header(
+    app: Celery, store: LocalStore, tmp_path: Path
+) -> None:
+    lines = [embedding_line(number, text) for number, text in enumerate(["plain", 'q"uo\\te %s <<index>>', "ä\u2028"])]
+    run = durable(store, tmp_path, lines)
+    publish_shard(app, store, run, run.shards[0], routes=Routes(), packs={"gpu": 16})
+    (made,) = (json.loads(raw) for raw in app.test_server.client.lrange("gpu", 0, -1))
+    _, _, embed = json.loads(made["body"])
+    arguments = {"batch_id": run.batch_id, "run": 1, "shard": 0, "index": 0, "count": 3, "line": lines[0]}
+
+    app.send_task(
+        broker.RUN_REQUEST,
+        kwargs={**arguments, "more": lines[1:]},
+        task_id=made["headers"]["id"],
+        queue="gpu",
+        ignore_result=True,
+        argsrepr="-",
+        kwargsrepr=f"{run.batch_id}/1/0/0-2",
+        group_id=made["headers"]["group"],
+        group_index=0,
+        chord=embed["chord"],
+        headers={REQUESTS: 3},
+    )
+
+    sent = json.loads(app.test_server.client.lindex("gpu", 0))
+    for name in ("argsrepr", "kwargsrepr"):
+        sent["properties"].pop(name)
+    sent["properties"]["delivery_tag"] = made["properties"]["delivery_tag"]
+    assert json.loads(sent.pop("body")) == json.loads(made.pop("body"))
+    assert sent == made
+
+
+def test_a_chord_of_packs_waits_for_every_message(app: Celery, store: LocalStore, tmp_path: Path) -> None:
+    """Its size is how many messages there are; requests that generate keep one each."""
+    lines = [*(embedding_line(number, "x") for number in range(5)), *chat_lines(2)]
+    run = durable(store, tmp_path, lines)
+
+    sent = publish_shard(app, store, run, run.shards[0], routes=Routes(), packs={"gpu": 2})
+
+    messages = queued(app, "gpu")
+    assert [message["body"][1]["index"] for message in messages] == [0, 2, 4, 5, 6]
+    assert [message["headers"]["group_index"] for message in messages] == [0, 1, 2, 3, 4]
+    assert sent == {"gpu": 7}
+    for message in messages[:-1]:
+        finish(app, message)
+    assert app.test_server.client.llen("aggregate") == 0
+    finish(app, messages[-1])
+    assert app.test_server.client.llen("aggregate") == 1
+
+
+def test_what_got_lost_is_sent_again_one_by_one(app: Celery, store: LocalStore, tmp_path: Path) -> None:
+    run = durable(store, tmp_path, [embedding_line(number, "x") for number in range(4)])
+
+    republish(app, store, run, run.shards[0], run.shards[0].indexes, routes=Routes())
+
+    assert [REQUESTS in message["headers"] for message in queued(app, "gpu")] == [False] * 4
 
 
 def test_the_messages_of_a_shard_go_out_before_all_are_made(

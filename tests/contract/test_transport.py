@@ -34,6 +34,7 @@ from redis.retry import Retry
 from common.broker import make_app
 from common.transport import (
     ACK_BATCH,
+    REQUESTS,
     Channel,
     Leases,
     Message,
@@ -143,10 +144,10 @@ class Holder:
         self._consumer = Consumer(self.channel, [Queue("q")], on_message=self.got.append, prefetch_count=self._prefetch)
         self._consumer.consume()
 
-    def send(self, *bodies: int) -> None:
+    def send(self, *bodies: int, **headers: Any) -> None:
         with Producer(self.channel) as producer:
             for body in bodies:
-                producer.publish(body, routing_key="q", serializer="json")
+                producer.publish(body, routing_key="q", serializer="json", headers=headers)
 
     def drain(self, seconds: float, until: Callable[[], object] = lambda: False) -> None:
         """Take what comes, and sweep, as a worker's loop does."""
@@ -333,6 +334,38 @@ def test_messages_that_are_there_are_taken_at_once(broker: Server, holders: Call
     wait_until(lambda: broker.unacked() == 7, 5, "the acknowledgement is written")
     holder.drain(5, lambda: len(holder.got) >= 9)
     assert int(holder.got[8].body) == 8
+
+
+@pytest.mark.parametrize("let_go", ["ack", "requeue", "park"])
+def test_the_window_counts_requests(broker: Server, holders: Callable[..., Holder], let_go: str) -> None:
+    """A message may carry several; what is let go makes room for as many."""
+    holder = holders(prefetch=12)
+    holder.send(*range(40), **{REQUESTS: 4})
+
+    holder.drain(0.5)
+    assert [int(message.body) for message in holder.got] == [0, 1, 2]
+
+    first = holder.got.pop(0)
+    if let_go == "park":
+        holder.leases.park(first.delivery_tag)
+        first.ack()  # as Celery does then
+    else:
+        getattr(first, let_go)()
+    wait_until(lambda: len(holder.leases) == 2, 5, "it is let go")
+    holder.drain(5, lambda: len(holder.got) >= 3)
+    holder.drain(0.3)
+    assert len(holder.got) == 3
+    assert holder.channel.qos.room == 0
+
+
+def test_a_message_that_says_nonsense_carries_one_request(broker: Server, holders: Callable[..., Holder]) -> None:
+    holder = holders(prefetch=3)
+    for said in (-1, 0, "4", None, True, 2.5):
+        holder.send(1, **{REQUESTS: said})
+
+    holder.drain(0.5)
+
+    assert len(holder.got) == 3
 
 
 def test_of_messages_that_nobody_acknowledges_none_is_noted(broker: Server, holders: Callable[..., Holder]) -> None:

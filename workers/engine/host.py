@@ -43,6 +43,7 @@ from common.ledger import Address, Begun, Claim, Recorded, Row, Verdict, WorkerB
 from workers.engine import Reply, Request
 from workers.engine.coalesce import Coalescer
 from workers.engine.observer import Unobserved
+from workers.engine.pace import Pace
 from workers.engine.suspects import Quarantine
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class Delivery:
 
 @dataclass(slots=True)
 class _InHand:
-    """A delivery that is being run. `ending`: it was cancelled because its run ends."""
+    """A request that is being run. `ending`: it was cancelled because its run ends."""
 
     at: Address
     task: asyncio.Task[Any]
@@ -147,7 +148,9 @@ class EngineHost:
         #: Two thirds of a lease: when a dead worker's request comes back, its heartbeat is gone.
         self._beat_ttl_s = lease_s * 2 / 3
         self._quarantine = Quarantine()
-        self._in_hand: dict[str, _InHand] = {}
+        #: By delivery and index: a delivery may carry several requests.
+        self._in_hand: dict[tuple[str, int], _InHand] = {}
+        self._pace = Pace()
         self._ticked = time.monotonic()
         self._complained = -COMPLAIN_S
         self._on_death = on_death
@@ -173,7 +176,7 @@ class EngineHost:
 
     @property
     def in_hand(self) -> int:
-        """Deliveries in hand."""
+        """Requests in hand."""
         return len(self._in_hand)
 
     @property
@@ -315,6 +318,7 @@ class EngineHost:
                 models=tuple(self.engine.models),
                 queue=self._queue,
                 inflight=self.capacity,
+                request_s=self._pace.request_s,
             )
             try:
                 if self.alive:
@@ -342,20 +346,20 @@ class EngineHost:
     async def run_request(
         self, at: Address, count: int, line: str | Callable[[], Awaitable[str]], delivery: Delivery
     ) -> None:
-        """Run one delivery to its receipt. Returns when the row is recorded, whoever recorded it.
+        """Run one request of a delivery until its row is recorded, whoever recorded it.
 
         `line` is the request's line, or what fetches it once it is known that it is needed. `count` is the number of
         requests of the shard. Never raises for the request's own faults; is held until it is
         cancelled when the engine is dead.
         """
-        mark = f"{self._worker_id}/{delivery.delivery_id}"
+        mark, key = f"{self._worker_id}/{delivery.delivery_id}", (delivery.delivery_id, at.index)
         task = asyncio.current_task()
         assert task is not None
-        self._in_hand[delivery.delivery_id] = _InHand(at, task)
+        self._in_hand[key] = _InHand(at, task)
         try:
             await self._run_request(at, mark, count, line, delivery)
         except asyncio.CancelledError:
-            if self._in_hand[delivery.delivery_id].ending:
+            if self._in_hand[key].ending:
                 # The run is being cancelled or has expired: its receipt goes out, the aggregator writes the row.
                 task.uncancel()
             else:
@@ -365,7 +369,7 @@ class EngineHost:
                     await self._in_thread(self._ledger.release, at, mark)
                 raise
         finally:
-            del self._in_hand[delivery.delivery_id]
+            del self._in_hand[key]
 
     async def _run_request(
         self, at: Address, mark: str, count: int, line: str | Callable[[], Awaitable[str]], delivery: Delivery
@@ -469,8 +473,11 @@ class EngineHost:
             reply = await self.engine.run(request)
             return reply
         finally:
+            seconds = time.monotonic() - started
+            if reply is not None:
+                self._pace.note(seconds, beside=self.on_engine)
             self.on_engine -= 1
-            self.observer.called(request.line, time.monotonic() - started, reply)
+            self.observer.called(request.line, seconds, reply)
 
     def _model(self, line: str) -> str:
         """The model whose tokens a row counts. Only an engine with several names has to look into the line."""
