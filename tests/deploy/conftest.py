@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 TOP = Path(__file__).parents[2]
 
@@ -31,3 +32,11 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, cwd=TOP, env={**own, **environment}, capture_output=True, text=True, timeout=60, check=False
     )
+
+
+def user_kustomization(folder: Path, overlay: str = "keda") -> Path:
+    """A kustomization of the user's own in `folder`, as the component `monitoring` is meant to be used."""
+    relative = os.path.relpath(TOP / "deploy/k8s", folder.resolve())
+    own = {"resources": [f"{relative}/overlays/{overlay}"], "components": [f"{relative}/components/monitoring"]}
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(own))
+    return folder

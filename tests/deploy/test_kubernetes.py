@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from typing import TYPE_CHECKING, Any
 
-import jsonschema
 import pytest
 import yaml
 
@@ -28,9 +26,8 @@ if TYPE_CHECKING:
 
 K8S = "deploy/k8s"
 PLACES = ["base", *sorted(f"overlays/{path.name}" for path in (TOP / K8S / "overlays").iterdir())]
-SCHEMA = json.loads((TOP / "tests/deploy/scaledobject.schema.json").read_text())
 
-#: Kinds that come with KEDA or with Prometheus' operator; all others are Kubernetes' own.
+#: Kinds that come with KEDA or with Prometheus' operator (`test_customresources.py`); all others are Kubernetes' own.
 FOREIGN = {"ScaledObject", "TriggerAuthentication", "PodMonitor", "ServiceMonitor", "PrometheusRule"}
 
 Objects = list[dict[str, Any]]
@@ -285,38 +282,6 @@ def test_the_runbooks_commands_name_pods_that_are_there(render: Callable[[str], 
 
 def keda(text: str) -> Objects:
     return [each for each in objects(text) if each["apiVersion"].startswith("keda.sh/")]
-
-
-@pytest.mark.parametrize("place", ["overlays/keda", "overlays/keda-redis", "overlays/spot"])
-def test_scaled_objects_are_what_keda_takes(render: Callable[[str], str], place: str) -> None:
-    found = keda(render(place))
-
-    assert found
-    for each in found:
-        jsonschema.validate(each, SCHEMA)
-
-
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        (("spec",), "cooldownPerio"),
-        (("spec", "advanced", "scalingModifiers"), "formla"),
-        (("spec", "triggers", 0, "metadata"), "listname"),
-        (("spec", "fallback"), "replica"),
-    ],
-)
-def test_the_check_of_scaled_objects_finds_a_misspelt_field(
-    render: Callable[[str], str], path: tuple[str | int, ...], name: str
-) -> None:
-    (scaled,) = [each for each in keda(render("overlays/keda-redis")) if each["kind"] == "ScaledObject"]
-    bad = copy.deepcopy(scaled)
-    inner: Any = bad
-    for step in path:
-        inner = inner[step]
-    inner[name] = "1"
-
-    with pytest.raises(jsonschema.ValidationError, match=name):
-        jsonschema.validate(bad, SCHEMA)
 
 
 def test_the_scaled_object_asks_the_exporter_for_a_number_that_it_tells(render: Callable[[str], str]) -> None:

