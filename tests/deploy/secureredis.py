@@ -23,9 +23,14 @@ class SecureRedis:
     """The server, and URLs for its users. Ends with the `with` block."""
 
     def __init__(
-        self, folder: Path, *options: str, tls_port: int = 0, environment: Mapping[str, str] | None = None
+        self,
+        folder: Path,
+        *options: str,
+        tls_port: int = 0,
+        environment: Mapping[str, str] | None = None,
+        binary: str | None = None,
     ) -> None:
-        binary = server_binary()
+        binary = binary or server_binary()
         assert binary is not None
         folder.mkdir(parents=True, exist_ok=True)
         self.port = tls_port or free_port()

