@@ -8,11 +8,13 @@ On failure: nothing here can fail; a message that Celery would have made differe
 Of `send_task`'s 100 µs a request nearly all goes into what is the same for a whole shard: routing, options, the chord's
 signature, two serializations. So Celery makes the headers once (`AMQP.as_task_v2`, Celery 5.7) with marks where
 requests differ, the whole is serialized, and from then on a message is one `%` of a template.
+Two headers are our own: the time of publishing, and how many requests a pack carries.
 """
 
 from __future__ import annotations
 
 import re
+import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
 
     from common.batch import Run, Shard
     from common.packs import Claim
+
+#: The header with the time at which a shard's publishing began, in seconds since the epoch by the sender's clock.
+PUBLISHED_S = "published_s"
 
 #: Where requests differ. The quotes around a mark go with it: plain ones in the envelope, escaped ones in the body.
 _HOLE = re.compile(r'\\?"<<(\w+)>>\\?"')
@@ -81,6 +86,8 @@ class RequestMessages:
             argsrepr="-",
             kwargsrepr=_hole("repr"),
         )
+        # Of the shard, so that it costs a request nothing; a shard is published within moments.
+        task.headers[PUBLISHED_S] = round(time.time(), 3)
         envelope = {
             "body": dumps(task.body),
             "content-encoding": "utf-8",

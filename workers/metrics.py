@@ -34,6 +34,9 @@ OTHER = "other"
 #: Seconds of an engine call: from a cached embedding to an hour of reasoning.
 BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600)
 
+#: Seconds in the queue: from an idle fleet to the end of a long batch's window.
+WAIT_BUCKETS = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400)
+
 STATES = ("loading", "ready", "draining", "dead")
 
 
@@ -42,12 +45,21 @@ class WorkerMetrics(Collector):
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self._host: EngineHost | None = None
+        #: The waits of the worker's own queue; known with the host.
+        self._wait: Histogram | None = None
         self._requests = Counter(
             "fleet_requests_total", "Rows that this worker recorded.", ["model", "outcome"], registry=registry
         )
         self._tokens = Counter("fleet_tokens_total", "Tokens of recorded rows.", ["model", "kind"], registry=registry)
         self._seconds = Histogram(
             "fleet_request_seconds", "Seconds of one engine call.", ["model"], buckets=BUCKETS, registry=registry
+        )
+        self._waits = Histogram(
+            "fleet_queue_wait_seconds",
+            "Seconds from the publishing of a message to its first taking.",
+            ["queue"],
+            buckets=WAIT_BUCKETS,
+            registry=registry,
         )
         self._idle = Counter(
             "fleet_engine_idle_seconds_total",
@@ -94,9 +106,13 @@ class WorkerMetrics(Collector):
     def watch(self, host: EngineHost) -> None:
         """See `Observer`."""
         self._host = host
+        self._wait = self._waits.labels(host.queue)
 
-    def taken(self, *, redelivered: bool) -> None:
+    def taken(self, *, redelivered: bool, waited_s: float | None) -> None:
         """See `Observer`."""
+        # One that comes back was taken before: its time is no wait.
+        if self._wait is not None and waited_s is not None and not redelivered:
+            self._wait.observe(max(0.0, waited_s))
         self._deliveries.labels("yes" if redelivered else "no").inc()
 
     def parked(self) -> None:

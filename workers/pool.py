@@ -41,6 +41,7 @@ from kombu.serialization import loads, prepare_accept_content
 
 from common.errors import FleetError
 from common.garbage import settle
+from common.messages import PUBLISHED_S
 from common.settings import AGGREGATE_QUEUE
 from common.transport import Transport
 from workers.engine.coalesce import Coalescer
@@ -220,7 +221,11 @@ class TaskPool(BasePool):  # type: ignore[misc]  # Celery has no types
             {**request, "args": positional, "kwargs": keywords, "is_eager": False, "headers": {}, **(embed or {})}
         )
         tag = context.properties["delivery_tag"]
-        self.host.observer.taken(redelivered=bool((context.delivery_info or {}).get("redelivered")))
+        published_s = request.get(PUBLISHED_S)
+        self.host.observer.taken(
+            redelivered=bool((context.delivery_info or {}).get("redelivered")),
+            waited_s=None if published_s is None else time.time() - published_s,
+        )
         current_delivery.set(Delivery(self.host, tag, chorded=bool(context.chord)))
         failure: Exception | None = None
         receipt: Any = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from kombu.serialization import dumps, loads, prepare_accept_content, registry
 from common import broker, layout
 from common.batch import Run, Shard, first_run
 from common.dispatch import publish_shard, republish
-from common.messages import RequestMessages
+from common.messages import PUBLISHED_S, RequestMessages
 from common.routes import Routes
 from common.store import LocalStore
 from common.transport import REQUESTS, Transport
@@ -115,7 +116,9 @@ def test_a_shard_is_published_in_order_with_its_chord(app: Celery, store: LocalS
 def test_a_hand_made_message_is_what_send_task_sends(
     app: Celery, store: LocalStore, tmp_path: Path, chorded: bool
 ) -> None:
-    """Field by field, in content and order; but for the tag, which is random, and two options that Celery copies."""
+    """Field by field, in content and order; but for the tag, which is random, two options that Celery copies, and the
+    header that is our own.
+    """
     lines = [*AWKWARD, chat_line("holes", '"<<index>>" %s %(line)s \\"<<line>>\\"')]
     run = durable(store, tmp_path, lines)
     shard = run.shards[0]
@@ -149,6 +152,7 @@ def test_a_hand_made_message_is_what_send_task_sends(
                 else {}
             ),
         )
+        assert time.time() - 60 < made["headers"].pop(PUBLISHED_S) <= time.time()
         sent = json.loads(app.test_server.client.lindex("gpu", 0))
         for name in ("argsrepr", "kwargsrepr"):
             sent["properties"].pop(name)
@@ -165,6 +169,7 @@ def test_a_pack_is_what_send_task_sends_with_one_more_argument_and_header(
     run = durable(store, tmp_path, lines)
     publish_shard(app, store, run, run.shards[0], routes=Routes(), packs={"gpu": 16})
     (made,) = (json.loads(raw) for raw in app.test_server.client.lrange("gpu", 0, -1))
+    del made["headers"][PUBLISHED_S]
     _, _, embed = json.loads(made["body"])
     arguments = {"batch_id": run.batch_id, "run": 1, "shard": 0, "index": 0, "count": 3, "line": lines[0]}
 

@@ -66,6 +66,8 @@ def test_a_worker_counts_its_rows_tokens_and_seconds_by_model_and_outcome(watche
     assert value(seen, "fleet_request_seconds_bucket", model="small", le="0.25") in {0, 1}
     assert value(seen, "fleet_request_seconds_bucket", model="small", le="60.0") == 2
     assert value(seen, "fleet_deliveries_total", redelivered="no") == 4
+    assert value(seen, "fleet_queue_wait_seconds_count", queue="gpu") == 4
+    assert 0 < (value(seen, "fleet_queue_wait_seconds_sum", queue="gpu") or 0.0) < 4 * 60
     assert value(seen, "fleet_engine_capacity_requests") == 8
     assert value(seen, "fleet_inflight_requests") == 0
     assert value(seen, "fleet_worker_state", state="ready") == 1
@@ -90,6 +92,10 @@ def test_a_draining_worker_says_so_until_it_is_gone(watched: Watched) -> None:
     watched.serve()
     wait_until(
         lambda: value(samples(watched.port), "fleet_deliveries_total", redelivered="yes") == 2, 20, "both come back"
+    )
+    again = samples(watched.port)
+    assert value(again, "fleet_queue_wait_seconds_count", queue="gpu") == value(
+        again, "fleet_deliveries_total", redelivered="no"
     )
     assert watched.producer("cancel", batch_id).code == 0
     wait_until(lambda: watched.is_closed(batch_id), 20, "the batch is closed")

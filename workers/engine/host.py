@@ -130,6 +130,8 @@ class EngineHost:
         observer: Observer | None = None,
     ) -> None:
         self.engine = engine
+        #: Where its requests come from.
+        self.queue = queue
         self.dead = False
         #: Requests on the engine now.
         self.on_engine = 0
@@ -142,7 +144,6 @@ class EngineHost:
         self._begin: Coalescer[Claim, Begun] = Coalescer(ledger.begin, self.executor)
         self._record: Coalescer[Row, Recorded] = Coalescer(ledger.record, self.executor)
         self._worker_id = worker_id
-        self._queue = queue
         self._max_inflight = max_inflight
         self._request_timeout_s = request_timeout_s
         #: Two thirds of a lease: when a dead worker's request comes back, its heartbeat is gone.
@@ -274,7 +275,7 @@ class EngineHost:
         if free <= 0 or self._state != "ready":
             return
         try:
-            waiting = await self.loop.run_in_executor(self.executor, self._ledger.queue_length, self._queue)
+            waiting = await self.loop.run_in_executor(self.executor, self._ledger.queue_length, self.queue)
         except redis.RedisError:
             return  # an outage is neither a backlog nor none
         self.observer.idle(seconds * free / self.inflight, backlog=waiting > 0)
@@ -316,7 +317,7 @@ class EngineHost:
                 state=self._state,
                 engine=self.engine.name,
                 models=tuple(self.engine.models),
-                queue=self._queue,
+                queue=self.queue,
                 inflight=self.capacity,
                 request_s=self._pace.request_s,
             )
@@ -389,7 +390,7 @@ class EngineHost:
             completion_tokens=reply.completion_tokens,
             shard_count=count,
             model=self._model(text),
-            queue=self._queue,
+            queue=self.queue,
         )
         recorded = await self._until_known(at, lambda: self._record(row))
         self.observer.recorded(text, reply, first=recorded.verdict is Verdict.OURS)

@@ -19,8 +19,11 @@ class Observer(Protocol):
     def watch(self, host: EngineHost) -> None:
         """From now on this host may be asked how it stands."""
 
-    def taken(self, *, redelivered: bool) -> None:
-        """A delivery came."""
+    def taken(self, *, redelivered: bool, waited_s: float | None) -> None:
+        """A delivery came; `waited_s` seconds after its message was published, where that is known.
+
+        By two machines' clocks: it may be negative.
+        """
 
     def parked(self) -> None:
         """A delivery was let go: a live worker runs its request."""
@@ -50,7 +53,7 @@ class Unobserved:
     def watch(self, host: EngineHost) -> None:
         """Nothing."""
 
-    def taken(self, *, redelivered: bool) -> None:
+    def taken(self, *, redelivered: bool, waited_s: float | None) -> None:
         """Nothing."""
 
     def parked(self) -> None:
