@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from common.errors import UsageError
-from common.settings import FleetSettings, load
+from common.settings import WorkerSettings, load
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping, Sequence
@@ -35,7 +35,7 @@ LOGINS = ("basic_auth", "auth")
 
 def run_flower(arguments: Sequence[str], environ: MutableMapping[str, str]) -> int:
     """Run Flower until it is stopped. Raises `UsageError` where it would ask nobody for a password."""
-    load(FleetSettings)  # one sentence now instead of a traceback from Celery
+    load(WorkerSettings)  # those of the app that it loads; one sentence now instead of a traceback from Celery
     given = {argument.lstrip("-").partition("=")[0].replace("-", "_") for argument in arguments}
     asks = any(login in given or environ.get(f"FLOWER_{login.upper()}") for login in LOGINS)
     if not asks and "help" not in given:

@@ -145,6 +145,15 @@ def test_the_flower_of_the_fleet_only_looks_and_keeps_little(fleet: FleetServers
         assert process.stop().code == 0
 
 
+def test_a_bad_setting_of_the_workers_is_one_sentence(fleet: FleetServers) -> None:
+    """Flower loads their app."""
+    refused = fleet.start("flower", "-m", "workers", "flower", FLOWER_BASIC_AUTH=LOGIN, FLEET_DRAIN_S="soon").wait(30)
+
+    assert refused.code == 2
+    assert "FLEET_DRAIN_S" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
 def test_a_flower_for_everybody_is_refused(fleet: FleetServers) -> None:
     refused = fleet.start("flower", "-m", "workers", "flower", FLOWER_BASIC_AUTH="").wait(30)
 
