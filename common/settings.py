@@ -125,7 +125,7 @@ class ExporterSettings(FleetSettings):
     exporter_host: str = "127.0.0.1"
     #: Seconds between two samples of Redis.
     exporter_interval_s: float = Field(default=5.0, ge=0.1)
-    #: The queue of the workers whose backlog it is.
+    #: The queue of requests that no route names, and the default of `/scale`: that of the workers.
     queue: str = GPU_QUEUE
 
 

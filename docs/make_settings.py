@@ -33,10 +33,18 @@ An empty variable counts as one that is not set.
 This page is made from the settings classes by `python docs/make_settings.py`.
 """
 
+WORKER_TEXT = """\
+Also read by `celery -A workers worker`, and by Flower, which loads the same app: `worker flower` refuses a bad one.
+Flower uses `FLEET_BROKER_URL`, `FLEET_LEASE_S`, and while it sees no worker `FLEET_QUEUE`, which it shows as theirs.\
+"""
+
 TITLES = {
     "FleetSettings": ("Every process", "Producers, workers and aggregators must agree on them."),
-    "WorkerSettings": ("Worker and aggregator", "Also read by `celery -A workers worker`."),
-    "ExporterSettings": ("Exporter", ""),
+    "WorkerSettings": ("Worker and aggregator", WORKER_TEXT),
+    "ExporterSettings": (
+        "Exporter",
+        "Of the others it uses `FLEET_BROKER_URL`, `FLEET_LEASE_S`, `FLEET_ROUTES` and `FLEET_LOG_FORMAT`.",
+    ),
 }
 
 #: How limits are said: pydantic's name for one, and ours.
