@@ -517,6 +517,23 @@ class Ledger:
         length: Any = self._client.llen(queue)
         return int(length)
 
+    def backlog(self, queue: str, runs: Iterable[tuple[str, int]]) -> tuple[int, set[tuple[str, int]]]:
+        """How many messages wait in a queue, and which of these (batch id, run) have requests that are not published.
+
+        In one round trip. A run that ends, or that Redis does not know, has none.
+        """
+        asked = list(runs)
+        with self._client.pipeline(transaction=False) as pipe:
+            pipe.llen(queue)
+            for batch_id, run in asked:
+                pipe.hmget(keys.head(batch_id, run), "frontier", "shards", "ending", "closed")
+            waiting, *heads = pipe.execute()
+        unpublished = set()
+        for run_of, (frontier, shards, ending, closed) in zip(asked, heads, strict=True):
+            if shards is not None and int(frontier) < int(shards) and not ending and not closed:
+                unpublished.add(run_of)
+        return int(waiting), unpublished
+
     def be_watchdog(self, who: str, ttl_s: float) -> bool:
         """Become, or stay, the one watchdog for `ttl_s` seconds."""
         return bool(self._watch.call((keys.WATCHDOG,), (who, int(ttl_s * 1000))))

@@ -425,6 +425,24 @@ def test_nothing_is_begun_of_a_run_that_ends_early_and_rows_still_count(ledger: 
     assert ledger.endings([(batch, 1), (layout.new_batch_id(), 1)]) == ["cancelled", ""]
 
 
+def test_the_backlog_is_what_waits_and_what_is_not_published(
+    ledger: Ledger, batch: str, broker_server: BrokerServer
+) -> None:
+    queue, published, ending, closed = f"queue-{batch}", *(layout.new_batch_id() for _ in range(3))
+    for each in (batch, published, ending, closed):
+        restored(ledger, each, shards=2)
+    for shard in range(2):
+        ledger.claim_shard(published, 1, shard)
+    ledger.claim_shard(batch, 1, 0)
+    ledger.set_ending(ending, 1, "cancelled")
+    ledger.close(closed, 1, "completed")
+    broker_server.client.rpush(queue, "a", "b", "c")
+    runs = [(each, 1) for each in (batch, published, ending, closed, layout.new_batch_id())]
+
+    assert ledger.backlog(queue, runs) == (3, {(batch, 1)})
+    assert ledger.backlog(f"no-{queue}", []) == (0, set())
+
+
 def test_only_marks_of_live_workers_count_as_running(ledger: Ledger, batch: str) -> None:
     restored(ledger, batch)
     alive(ledger, "w1")

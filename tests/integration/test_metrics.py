@@ -122,6 +122,28 @@ def test_an_idle_engine_is_told_apart_by_whether_its_queue_has_a_backlog(watched
     assert idle("yes") <= before + 1.5
 
 
+def test_an_engine_that_waits_for_the_next_shards_has_a_backlog(watched: Watched) -> None:
+    """Nobody feeds: the queue is empty, and the rest of the batch lies in the store."""
+    watched.serve("--max-inflight", "2")
+    lines = [chat_line(f"r{i}", "x") for i in range(100)]
+    small = {"FLEET_WINDOW": "4", "FLEET_SHARD_SIZE": "4"}
+    source = str(watched.write("in.jsonl", lines))
+    batch_id = watched.producer("submit", source, "--detach", **small).stdout.decode().strip()
+
+    def idle(backlog: str) -> float:
+        return value(samples(watched.port), "fleet_engine_idle_seconds_total", backlog=backlog) or 0.0
+
+    wait_until(lambda: watched.waiting() == watched.taken() == 0, 20, "the first shards are done")
+    before = idle("yes"), idle("no")
+    wait_until(lambda: idle("yes") > before[0] + 2.5, 20, "the engine is seen to wait for more")
+    assert idle("no") <= before[1] + 1.5
+
+    watched.aggregator(**small)
+    wait_until(lambda: watched.is_closed(batch_id), 30, "the batch is closed")
+    after = idle("no")
+    wait_until(lambda: idle("no") > after + 1.5, 20, "an idle engine has nothing to do any more")
+
+
 def test_a_busy_engine_is_not_idle_while_there_is_backlog(watched: Watched) -> None:
     watched.serve("--max-inflight", "8")
     watched.aggregator()

@@ -152,6 +152,8 @@ class EngineHost:
         #: By delivery and index: a delivery may carry several requests.
         self._in_hand: dict[tuple[str, int], _InHand] = {}
         self._pace = Pace()
+        #: Runs that it had requests of since the last look, and those before that were not published in full.
+        self._recent: set[tuple[str, int]] = set()
         self._ticked = time.monotonic()
         self._complained = -COMPLAIN_S
         self._on_death = on_death
@@ -270,15 +272,24 @@ class EngineHost:
             await self._tell_idle(seconds)
 
     async def _tell_idle(self, seconds: float) -> None:
-        """Tell how much of the last seconds' capacity is free, and whether the queue has something for it."""
+        """Tell how much of the last seconds' capacity is free, and whether there is something for it to do.
+
+        That is what waits in the queue, or is not published yet: a feed that comes late must not look like no work.
+        """
+        runs = self._recent | {(each.at.batch_id, each.at.run) for each in self._in_hand.values()}
+        self._recent = set()
         free = self.inflight - self.on_engine
         if free <= 0 or self._state != "ready":
             return
         try:
-            waiting = await self.loop.run_in_executor(self.executor, self._ledger.queue_length, self.queue)
+            waiting, unpublished = await self.loop.run_in_executor(
+                self.executor, self._ledger.backlog, self.queue, runs
+            )
         except redis.RedisError:
+            self._recent |= runs
             return  # an outage is neither a backlog nor none
-        self.observer.idle(seconds * free / self.inflight, backlog=waiting > 0)
+        self._recent |= unpublished
+        self.observer.idle(seconds * free / self.inflight, backlog=bool(waiting or unpublished))
 
     async def _stop_ending_runs(self) -> None:
         runs = list({(each.at.batch_id, each.at.run) for each in self._in_hand.values()})
@@ -357,6 +368,7 @@ class EngineHost:
         task = asyncio.current_task()
         assert task is not None
         self._in_hand[key] = _InHand(at, task)
+        self._recent.add((at.batch_id, at.run))
         try:
             await self._run_request(at, mark, count, line, delivery)
         except asyncio.CancelledError:

@@ -38,7 +38,7 @@ class Observer(Protocol):
         """A reply went to the ledger. `first`: its row is the request's row; else another one was before it."""
 
     def idle(self, seconds: float, *, backlog: bool) -> None:
-        """So much of the engine's time went unused, while requests waited in its queue or did not."""
+        """So much of the engine's time went unused, while there was something for it to do or was not."""
 
     def handed_back(self) -> None:
         """A delivery goes back to its queue."""
