@@ -144,17 +144,6 @@ def test_an_engine_that_waits_for_the_next_shards_has_a_backlog(watched: Watched
     wait_until(lambda: idle("no") > after + 1.5, 20, "an idle engine has nothing to do any more")
 
 
-def test_a_busy_engine_is_not_idle_while_there_is_backlog(watched: Watched) -> None:
-    watched.serve("--max-inflight", "8")
-    watched.aggregator()
-    lines = [chat_line(f"r{i}", "x", echo={"latency_s": 0.4}) for i in range(80)]
-
-    done = watched.producer("submit", str(watched.write("in.jsonl", lines)))
-
-    assert done.code == 0, done.stderr
-    assert (value(samples(watched.port), "fleet_engine_idle_seconds_total", backlog="yes") or 0.0) < 0.8  # of 4 s
-
-
 def test_health_pages_of_a_worker_and_an_aggregator(watched: Watched) -> None:
     port = free_port()
     aggregator = watched.aggregator(FLEET_METRICS_PORT=str(port))
