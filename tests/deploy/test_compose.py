@@ -155,13 +155,13 @@ OWN = {"BROKER_URL", "METRICS_PORT", "METRICS_HOST", "EXPORTER_PORT", "EXPORTER_
 READERS: dict[str, tuple[type[FleetSettings], set[str]]] = {
     "producer": (ProducerSettings, OWN),
     # What no route names stays in the queue `gpu`, whichever queue the workers here consume.
-    "exporter": (ExporterSettings, OWN | {"QUEUE", "STORE", "S3_ENDPOINT", "WINDOW", "SHARD_SIZE"}),
+    "exporter": (ExporterSettings, OWN | {"QUEUE", "STORE", "S3_ENDPOINT", "WINDOW", "PACK_SIZE", "SHARD_SIZE"}),
     # They seal, assemble and publish; the rest is about engines.
     "aggregator": (FleetSettings, OWN),
     # They publish nothing, and ask the aggregator for large lines. The model is an argument.
     **dict.fromkeys(
         ("worker-cpu", "worker-gpu"),
-        (WorkerSettings, OWN | {"STORE", "S3_ENDPOINT", "WINDOW", "SHARD_SIZE", "ROUTES", "MODEL"}),
+        (WorkerSettings, OWN | {"STORE", "S3_ENDPOINT", "WINDOW", "PACK_SIZE", "SHARD_SIZE", "ROUTES", "MODEL"}),
     ),
 }
 
