@@ -39,7 +39,7 @@ from common.errors import FleetError, UsageError
 from common.ledger import Ledger
 from common.settings import AGGREGATE_QUEUE, GPU_QUEUE
 from producer import devices
-from producer.interrupts import signals_ignored
+from producer.interrupts import signals_deferred, signals_ignored
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -199,7 +199,8 @@ class LocalFleet:
         socket = self._folder / _SOCKET
         if len(os.fsencode(socket)) <= _MAX_SOCKET_PATH_BYTES:
             return socket
-        return Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="fleet-"))) / _SOCKET
+        with signals_deferred():  # one that comes between making it and noting it would leave it behind
+            return Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="fleet-"))) / _SOCKET
 
     def _start_broker(self, socket: Path) -> None:
         data = self._folder / "broker"
