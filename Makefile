@@ -4,6 +4,7 @@
 
 PYTHON ?= python3
 VENV := .venv
+PEERS := .venv-peers
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 MODEL := .models/smollm2
@@ -26,7 +27,7 @@ export FLEET_TEST_SPEECH_MODEL := $(abspath $(SPEECH_MODEL))
 BENCH_LINES ?= 10000 100000
 BENCH_LARGE_ROWS ?= 10000
 
-.PHONY: demo test lint unit tools chaos bench cases clean
+.PHONY: demo test lint unit tools chaos bench bench-peers cases clean
 
 demo: $(VENV)/.cpu $(VENV)/.product $(MODEL)/config.json
 	$(BIN)/producer submit examples/chat.jsonl --local --model $(MODEL) -o demo.out.jsonl -- $(ENGINE_FLAGS)
@@ -75,12 +76,17 @@ bench: $(VENV)/.cpu $(VENV)/.dev $(MODEL)/config.json $(VENV)/.test-models
 	$(BIN)/python -m tests.bench.start $(MODEL) -- $(ENGINE_FLAGS)
 	$(BIN)/python -m tests.bench.report
 
+# The same chats through what else people run them with. Not part of `bench`: it installs Ray and datatrove (0.5 GB).
+bench-peers: $(VENV)/.cpu $(VENV)/.dev $(MODEL)/config.json $(PEERS)/.made
+	$(BIN)/python -m tests.bench.peers $(MODEL) --peers-python $(PEERS)/bin/python $(PEERS_OPTIONS) -- $(ENGINE_FLAGS)
+	$(BIN)/python -m tests.bench.report
+
 # Every replay case against a running fleet, as a table: echo, and real engines where a case needs one.
 cases: $(VENV)/.cpu $(VENV)/.dev $(MODEL)/config.json $(EMBEDDING_MODEL)
 	$(BIN)/python tests/cases/replay.py
 
 clean:
-	rm -rf $(VENV) .models .tools demo.out.jsonl .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) .models .tools demo.out.jsonl .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.made:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
@@ -104,6 +110,17 @@ $(VENV)/.cpu: deploy/cpu/requirements.py | $(VENV)/.made
 	$(BIN)/python deploy/cpu/requirements.py > $(VENV)/cpu-requirements.txt
 	@echo "pip will say that torchvision, torchaudio, torchcodec and triton are missing: they are left out on purpose"
 	$(PIP) install -r $(VENV)/cpu-requirements.txt gguf accelerate
+	touch $@
+
+# What the peers need, on top of what is in $(VENV), which stays as it is: Ray runs vLLM in processes of its own, so both
+# must be in one environment, and torch need not be there twice. Without aiofiles datatrove's runner writes no row.
+$(PEERS)/.made: | $(VENV)/.cpu $(VENV)/.product
+	rm -rf $(PEERS)
+	$(BIN)/python -m venv $(PEERS)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(PEERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/fleet.pth"
+	$(PEERS)/bin/python -m pip -qq --disable-pip-version-check install \
+		'ray[data]==2.60.0' datatrove==0.10.1 orjson aiofiles openai
 	touch $@
 
 $(MODEL)/config.json: deploy/cpu/prepare_model.py | $(VENV)/.cpu
