@@ -313,7 +313,8 @@ class Manifest(Record):
     `counts` holds the number of requests of each input shard, in order; each is a shard of run 1.
     `digest` is over the file's bytes and what changes rows, see `producer.intake`.
     Once `fail_after` rows of run 1 have failed, it is ended. A `local` batch belongs to the local fleet that its
-    producer starts for it, with its own engine: nobody else may run it.
+    producer starts for it, with its own engine: nobody else may run it. `traceparent` is the root of its trace (W3C);
+    a batch that is not traced has none.
     """
 
     version: int = 1
@@ -328,6 +329,7 @@ class Manifest(Record):
     expires_at: int | None = None
     fail_after: int | None = None
     local: bool = False
+    traceparent: str = ""
     metadata: dict[str, str] = Field(default_factory=dict)
 
 
@@ -357,6 +359,11 @@ class Run:
     def batch_id(self) -> str:
         """The batch's id."""
         return self.manifest.batch_id
+
+    @property
+    def traceparent(self) -> str:
+        """The root of the batch's trace, which all its runs join."""
+        return self.manifest.traceparent
 
 
 #: The run that a submit makes.

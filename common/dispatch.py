@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from kombu.common import maybe_declare
 
-from common import broker, layout
+from common import broker, layout, tracing
 from common.messages import RequestMessages
 from common.packs import pack, pack_sizes
 from common.settings import AGGREGATE_QUEUE
@@ -92,7 +92,7 @@ class Feeder:
         workers = [worker for worker in self._ledger.workers() if worker.engine and worker.state == "ready"]
         window = Window(workers, self._window, self._routes)
         packs = pack_sizes(workers, self._pack_size)
-        published = 0
+        began, published, requests = tracing.now(), 0, 0
         while published != at_most:
             progress = self._ledger.progress(batch_id, run)
             if progress is None or progress.closed:
@@ -112,6 +112,12 @@ class Feeder:
             if not self._routes.single:
                 self._ledger.note_published(batch_id, run, sent)
             published += 1
+            requests += shard.count
+        if published:  # most looks of the watchdog find nothing to publish
+            traced = self._run.traceparent
+            tracing.joined(
+                "feed", traced, since=began, batch_id=batch_id, run=run, shards=published, requests=requests
+            ).end()
         return published
 
     def _assemble_if_sealed(self) -> None:

@@ -8,7 +8,7 @@ On failure: nothing here can fail; a message that Celery would have made differe
 Of `send_task`'s 100 µs a request nearly all goes into what is the same for a whole shard: routing, options, the chord's
 signature, two serializations. So Celery makes the headers once (`AMQP.as_task_v2`, Celery 5.7) with marks where
 requests differ, the whole is serialized, and from then on a message is one `%` of a template.
-Two headers are our own: the time of publishing, and how many requests a pack carries.
+Three headers are our own: the time of publishing, how many requests a pack carries, and the root of a traced batch.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from kombu.utils.json import dumps
 from pydantic_core import to_json
 
 from common import broker
+from common.tracing import TRACEPARENT
 from common.transport import REQUESTS
 
 if TYPE_CHECKING:
@@ -88,6 +89,8 @@ class RequestMessages:
         )
         # Of the shard, so that it costs a request nothing; a shard is published within moments.
         task.headers[PUBLISHED_S] = round(time.time(), 3)
+        if run.traceparent:
+            task.headers[TRACEPARENT] = run.traceparent
         envelope = {
             "body": dumps(task.body),
             "content-encoding": "utf-8",

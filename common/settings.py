@@ -114,6 +114,8 @@ class WorkerSettings(FleetSettings):
     #: How lines of the log look: `json`, `text`, or by whether stderr is a terminal. The exporter and the engine's
     #: processes read it too (`workers.logs`).
     log_format: Literal["auto", "json", "text"] = "auto"
+    #: Share of a traced batch's requests that get a span of their own, 0 to 1; see docs/metrics.md for traces.
+    trace_requests: float = Field(default=0.01, ge=0, le=1)
 
 
 class ExporterSettings(FleetSettings):

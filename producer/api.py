@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Self
 import redis
 from pydantic_core import from_json
 
-from common import layout
+from common import layout, tracing
 from common.batch import CLOSED, FIRST_RUN, first_run
 from common.errors import ObjectMissingError, UsageError
 from common.runs import newest_run, now, read_manifest, refuse_removed, state_of_run
@@ -74,14 +74,21 @@ def submit(
     store = open_store(chosen.store, s3_endpoint=chosen.s3_endpoint)
     limits = load(ProducerSettings)
     depends_on = [engine, model or "", *engine_args] if local else []
-    with _source(source, limits) as staged:
+    began = tracing.now()
+    with _source(source, limits) as staged, contextlib.ExitStack() as traced:
         checked = intake.check(staged.shown, staged.path, limits=limits)
         digest = intake.batch_digest(checked, depends_on)
         attached = None if new else control.find_open(store, digest)
+        joins = None if attached is None else attached.traceparent
+        span = traced.enter_context(tracing.command("submit", joins=joins, since=began))
+        tracing.child("intake", since=began, requests=checked.total).end()
 
         def durable(batch_id: str | None) -> Manifest:
-            if attached is not None:
-                return attached
+            manifest = attached or write(batch_id)
+            span.set(batch_id=manifest.batch_id, run=FIRST_RUN, requests=manifest.total, shards=len(manifest.counts))
+            return manifest
+
+        def write(batch_id: str | None) -> Manifest:
             return control.write_batch(
                 store,
                 checked,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import redis
 
-from common import broker, layout
+from common import broker, layout, tracing
 from common.batch import CLOSED, FIRST_RUN, BatchStatus, dumps, first_run
 from common.errors import (
     BrokerUnavailableError,
@@ -33,7 +33,7 @@ from common.runs import BatchState, newest_run, read_end, read_manifest, state_o
 from common.settings import FleetSettings, ProducerSettings, WorkerSettings, load
 from common.store import open_store
 from producer import control, intake, sources
-from producer.interrupts import Interrupted, raise_interrupted
+from producer.interrupts import Interrupted, raise_interrupted, signals_ignored
 from producer.local import made_state_folder, state_folder
 from producer.output import Destination, check_destinations, default_output
 from producer.progress import Progress
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from common.store import ObjectStore
 
 
-#: Commands that run an engine, with --local.
-_WITH_FLAGS = frozenset({"submit", "resume", "retry"})
+#: Commands that run a batch: the traced ones, which run an engine with --local.
+_RUNS = frozenset({"submit", "resume", "retry"})
 
 #: What `resume` runs of a batch that ended early.
 _UNFINISHED = frozenset({FailureKind.CANCELLED.code, FailureKind.EXPIRED.code})
@@ -219,13 +219,18 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         arguments, flags = arguments[:at], arguments[at + 1 :]
     parser = build_parser()
     options = parser.parse_args(arguments)
-    if flags and options.command not in _WITH_FLAGS:
+    if flags and options.command not in _RUNS:
         parser.error("only submit, resume and retry take engine flags after --")
     raise_interrupted()
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell: nobody wants to read it
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - until the end
-    sys.exit(_run(options, flags))
+    if options.command in _RUNS:
+        tracing.start()
+    code = _run(options, flags)
+    with signals_ignored():
+        tracing.stop()
+    sys.exit(code)
 
 
 def _run(options: argparse.Namespace, flags: list[str]) -> int:  # noqa: PLR0911 - one per kind of end
@@ -284,6 +289,7 @@ def _submit(options: argparse.Namespace, flags: list[str]) -> int:
         output = options.output or default_output(name)
         check_destinations(name, output, options.errors, s3_endpoint=settings.s3_endpoint)
     limits = load(ProducerSettings)
+    began = tracing.now()
     with Progress() as progress, _staged(name, limits, progress) as source:
         checked = intake.check(
             source.shown,
@@ -295,10 +301,13 @@ def _submit(options: argparse.Namespace, flags: list[str]) -> int:
         digest = intake.batch_digest(checked, _rows_depend_on(options, flags))
         found = None if options.new else control.find_open(store, digest)
         attached = None if found is None else first_run(found)
-        submission = Submission(options, flags, settings, store, checked, digest, attached, output)
-        if checked.total == 0:
-            return submission.empty(progress)
-        return submission.local(progress) if options.local else submission.fleet(progress)
+        # Only now is it known whether there is a batch, and a trace, to join.
+        with tracing.command("submit", joins=None if found is None else found.traceparent, since=began) as span:
+            tracing.child("intake", since=began, requests=checked.total).end()
+            submission = Submission(options, flags, settings, store, checked, digest, attached, output, span=span)
+            if checked.total == 0:
+                return submission.empty(progress)
+            return submission.local(progress) if options.local else submission.fleet(progress)
 
 
 def _settings(options: argparse.Namespace, flags: list[str]) -> FleetSettings:
@@ -488,8 +497,8 @@ def _run_batch(options: argparse.Namespace, flags: list[str]) -> int:
     if not options.detach:
         check_destinations(manifest.input_name, output, options.errors, s3_endpoint=settings.s3_endpoint)
     attached = run if again is None else None
-    with Progress() as progress:
-        submission = Submission(options, flags, settings, store, None, "", attached, output, again=again)
+    with Progress() as progress, tracing.command(options.command, joins=manifest.traceparent) as span:
+        submission = Submission(options, flags, settings, store, None, "", attached, output, again=again, span=span)
         return submission.local(progress) if options.local else submission.fleet(progress)
 
 

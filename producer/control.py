@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 import redis
 from kombu.exceptions import OperationalError
 
-from common import broker, layout
+from common import broker, layout, tracing
 from common.batch import CLOSED, FIRST_RUN, BatchStatus, Manifest, RequestCounts, Run, RunEnd, Usage
 from common.dispatch import SOFT_LIMIT, Feeder, republish, send
 from common.errors import (
@@ -192,18 +192,21 @@ def write_batch(
     Where another producer made an open batch of the same digest meanwhile, that one is returned, unless `new`.
     """
     batch_id = batch_id or layout.new_batch_id()
+    traceparent = tracing.current()
     try:
-        manifest = intake.write_batch(
-            store,
-            checked,
-            batch_id=batch_id,
-            digest=digest,
-            max_shard_size=max_shard_size,
-            expires_at=expires_at,
-            fail_after=fail_after,
-            local=local,
-            on_lines=on_lines,
-        )
+        with tracing.child("write", batch_id=batch_id):
+            manifest = intake.write_batch(
+                store,
+                checked,
+                batch_id=batch_id,
+                digest=digest,
+                max_shard_size=max_shard_size,
+                expires_at=expires_at,
+                fail_after=fail_after,
+                local=local,
+                traceparent=traceparent,
+                on_lines=on_lines,
+            )
     except BaseException:
         # An interrupt, a file that changed, a full disk: without a manifest nobody would ever find the prompts.
         with signals_deferred(), contextlib.suppress(StoreUnavailableError):

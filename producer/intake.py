@@ -118,6 +118,7 @@ def write_batch(
     expires_at: int | None = None,
     fail_after: int | None = None,
     local: bool = False,
+    traceparent: str = "",
     on_lines: Callable[[int], None] | None = None,
 ) -> Manifest:
     """Second pass: write the shards' inputs, then the manifest. The batch is durable when this returns.
@@ -158,6 +159,7 @@ def write_batch(
         expires_at=expires_at,
         fail_after=fail_after,
         local=local,
+        traceparent=traceparent,
     )
     with store.writing(layout.manifest(batch_id)) as out:
         out.write(manifest.model_dump_json().encode())

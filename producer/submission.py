@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from common import layout
+from common import layout, tracing
 from common.batch import CLOSED, FIRST_RUN, BatchStatus, Run, batch_object, dumps, first_run
 from common.errors import InputRefusedError, NoSuchBatchError, OutputFailedError, StoreUnavailableError, UsageError
 from common.runs import BatchState, newest_run, now, read_manifest, state_of, state_of_run
@@ -65,6 +65,7 @@ class Submission:
     """One submit, once its file is validated, or the run of a batch that is there.
 
     `attached` is the open run to attach to, `again` what is to be run again; with neither a batch is made.
+    `span` is the command's: it ends once the run is published, since a wait may take days.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Submission:
         output: str,
         *,
         again: Again | None = None,
+        span: tracing.Span = tracing.NOTHING,
     ) -> None:
         self._options = options
         self._flags = flags
@@ -88,6 +90,7 @@ class Submission:
         self._digest = digest
         self._attached = attached
         self._again = again
+        self._span = span
         self._output = output
         self._started = time.monotonic()
         self._waited_s = 0.0
@@ -112,19 +115,24 @@ class Submission:
         if self._options.detach:
             run = self._durable(progress, None, fleet.ledger)
             print_result(run.batch_id)
-            control.start(fleet, run)
+            self._start(fleet, run)
             return EXIT_OK
         with self._destination() as destination:
             run = self._durable(progress, None, fleet.ledger)
             try:
                 destination.begin()
-                control.start(fleet, run)
+                self._start(fleet, run)
                 state = self._wait(fleet, run, destination, progress)
             except (Interrupted, OutputFailedError):
                 progress.say(self._how_to_go_on(run))
                 raise
             self._put_down(destination, state, progress)
         return self._finish(progress, state)
+
+    def _start(self, fleet: control.Fleet, run: Run) -> None:
+        self._span.set(batch_id=run.batch_id, run=run.number, requests=run.total, shards=len(run.shards))
+        control.start(fleet, run)
+        self._span.end()
 
     def _wait(
         self,
@@ -143,8 +151,9 @@ class Submission:
         """Close the output, or send it; where that fails the rows are still in the batch."""
         try:
             self._refuse_outdated(state.run)
-            destination.close(durable=True)
-            destination.deliver(self._store, state.run)
+            with tracing.child("deliver", batch_id=state.run.batch_id, run=state.run.number):
+                destination.close(durable=True)
+                destination.deliver(self._store, state.run)
         except (OutputFailedError, Interrupted):
             local = "--local " if self._options.local else ""
             progress.say(
@@ -239,7 +248,7 @@ class Submission:
         run = self._durable(progress, batch_id, fleet.ledger)
         if self._attached is not None:
             control.take_up(fleet, run)
-        control.start(fleet, run)
+        self._start(fleet, run)
         self._wait_for_engine(fleet, local, progress)
         destination.begin()
         state = self._wait(fleet, run, destination, progress, lambda: _replace(local, progress))

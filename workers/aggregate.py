@@ -17,7 +17,7 @@ import time
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from common import broker, layout
+from common import broker, layout, tracing
 from common.batch import (
     FIRST_RUN,
     BatchStatus,
@@ -104,7 +104,10 @@ class Aggregator:
         run = self._run(batch_id, number)
         shard = run.shards[shard_number]
         if not self._store.exists(layout.part(batch_id, number, shard_number)):
-            self._write_part(run, shard, self._rows(run, shard))
+            with tracing.joined(
+                "seal", run.traceparent, batch_id=batch_id, run=number, shard=shard_number, requests=shard.count
+            ):
+                self._write_part(run, shard, self._rows(run, shard))
             logger.info("sealed shard %d of %s (%d rows)", shard_number, batch_id, shard.count)
         restore(self._store, self._ledger, run, window=self._window)
         self._ledger.note_sealed(batch_id, number, shard_number, shard.count)
@@ -150,8 +153,10 @@ class Aggregator:
             if sealed_shards(self._store, batch_id, number) != set(range(len(run.shards))):
                 return None
             wish = read_ending(self._store, batch_id, number)
-            ours = self._assemble(run, wish)
-            end = write_end(self._store, batch_id, number, ours)
+            with tracing.joined("assemble", run.traceparent, batch_id=batch_id, run=number) as span:
+                ours = self._assemble(run, wish)
+                end = write_end(self._store, batch_id, number, ours)
+                span.set(status=end.status.value, requests=end.counts.total, failed=end.counts.failed)
             self._store.remove(layout.spills(batch_id, number))
             self._relieved.pop(batch_id, None)
             if end is ours:  # else somebody else was first, and said so

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from celery import signals
 from celery.worker import state
 
-from common import broker
+from common import broker, tracing
 from common.dispatch import send
 from common.errors import UsageError
 from common.garbage import settle
@@ -234,6 +234,16 @@ def start_watchdog(sender: Any, **_: Any) -> None:
             logger.warning("%s", warning)
 
 
+def start_tracing(sender: Any, **_: Any) -> None:
+    """Celery's signal when a worker takes messages. Not before: an engine's processes are forked while it loads."""
+    tracing.start(share=sender.app.fleet.settings.trace_requests)
+
+
+def stop_tracing(**_: Any) -> None:
+    """Celery's signal when a worker has stopped."""
+    tracing.stop()
+
+
 def stop_watchdog(sender: Any, **_: Any) -> None:
     """Celery's signal when a worker stops."""
     if AGGREGATE_QUEUE in sender.app.amqp.queues.consume_from:
@@ -254,6 +264,8 @@ def on_revoked(request: Any, **_: Any) -> None:
 
 signals.worker_ready.connect(start_watchdog, weak=False)
 signals.worker_shutdown.connect(stop_watchdog, weak=False)
+signals.worker_ready.connect(start_tracing, weak=False)
+signals.worker_shutdown.connect(stop_tracing, weak=False)
 signals.task_revoked.connect(on_revoked, weak=False)
 signals.setup_logging.connect(configure_logging, weak=False)
 signals.worker_init.connect(check_worker, weak=False)

@@ -43,6 +43,7 @@ from common.errors import FleetError
 from common.garbage import settle
 from common.messages import PUBLISHED_S
 from common.settings import AGGREGATE_QUEUE
+from common.tracing import TRACEPARENT
 from common.transport import Transport
 from workers.engine.coalesce import Coalescer
 from workers.engine.host import Delivery, Parked, current_delivery
@@ -226,7 +227,8 @@ class TaskPool(BasePool):  # type: ignore[misc]  # Celery has no types
             redelivered=bool((context.delivery_info or {}).get("redelivered")),
             waited_s=None if published_s is None else time.time() - published_s,
         )
-        current_delivery.set(Delivery(self.host, tag, chorded=bool(context.chord)))
+        traced = request.get(TRACEPARENT, "")
+        current_delivery.set(Delivery(self.host, tag, chorded=bool(context.chord), traceparent=traced))
         failure: Exception | None = None
         receipt: Any = None
         try:

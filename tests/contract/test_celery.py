@@ -450,6 +450,30 @@ def test_a_line_travels_as_the_very_string(app: Celery, store: LocalStore, tmp_p
             assert keywords["line"] == line
 
 
+PARENT = "00-11112222333344445555666677778888-1234567812345678-01"
+
+
+def test_the_messages_of_a_traced_batch_carry_its_trace_and_change_in_nothing_else(
+    app: Celery, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a header of its own, where Celery keeps unknown ones; also of what is sent again."""
+    (plain,) = published(app, store, tmp_path, [chat_line("a", "x")])
+    app.test_server.client.delete("gpu")
+    monkeypatch.setattr("common.tracing.current", lambda: PARENT)
+    run = durable(store, tmp_path, [chat_line("a", "x")])
+    publish_shard(app, store, run, run.shards[0], routes=Routes())
+    republish(app, store, run, run.shards[0], [0], routes=Routes())
+    traced, again = queued(app, "gpu")
+    packed = json.loads(RequestMessages(app, run, run.shards[0], queue="gpu").fill("id", 0, 0, ["{}", "{}"]))
+
+    assert packed["headers"]["traceparent"] == PARENT
+    assert json.loads(store.read(layout.manifest(run.batch_id)))["traceparent"] == PARENT
+    assert traced["headers"].pop("traceparent") == again["headers"].pop("traceparent") == PARENT
+    assert list(traced) == list(plain)
+    assert list(traced["headers"]) == list(plain["headers"])
+    assert list(traced["body"][1]) == list(plain["body"][1])
+
+
 def test_no_header_of_a_message_holds_the_prompt(app: Celery, store: LocalStore, tmp_path: Path) -> None:
     messages = published(app, store, tmp_path, [chat_line("a", SENTINEL)])
     run = durable(store, tmp_path, [chat_line("a", SENTINEL)])

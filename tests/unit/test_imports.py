@@ -1,4 +1,4 @@
-"""What the import linter cannot see: vLLM is reached by its adapter alone, boto3 by one module."""
+"""What the import linter cannot see: vLLM is reached by its adapter alone, boto3 and OpenTelemetry by a module each."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ PACKAGES = ("common", "producer", "workers")
 
 @pytest.mark.parametrize(
     ("package", "home"),
-    [("vllm", r"workers/engine/vllm\w*\.py"), ("boto3", r"common/s3\.py")],
-    ids=["vllm", "boto3"],
+    [
+        ("vllm", r"workers/engine/vllm\w*\.py"),
+        ("boto3", r"common/s3\.py"),
+        ("opentelemetry", r"common/tracing\.py"),
+    ],
+    ids=["vllm", "boto3", "opentelemetry"],
 )
 def test_a_heavy_package_is_named_at_home_alone(package: str, home: str) -> None:
     """Neither `import vllm` nor `import_module("vllm…")` stands anywhere else."""

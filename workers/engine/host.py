@@ -36,7 +36,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import redis
 
-from common.batch import custom_id_of, failed_row, model_of
+from common import tracing
+from common.batch import LineError, custom_id_of, failed_row, model_of, parse_line
 from common.errors import EngineAbortedError, EngineDeadError, EngineStartError
 from common.failures import Failure, FailureKind
 from common.ledger import Address, Begun, Claim, Recorded, Row, Verdict, WorkerBeat
@@ -78,11 +79,15 @@ class Parked(Exception):  # noqa: N818 - a state, not an error
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """One hand-over of a request's message to this worker. `chorded`: its chord announces the shard's end."""
+    """One hand-over of a request's message to this worker. `chorded`: its chord announces the shard's end.
+
+    `traceparent` is what the message's header of that name holds: of a traced batch its root, else "".
+    """
 
     host: EngineHost
     delivery_id: str
     chorded: bool
+    traceparent: object = ""
 
 
 @dataclass(slots=True)
@@ -364,18 +369,36 @@ class EngineHost:
         requests of the shard. Never raises for the request's own faults; is held until it is
         cancelled when the engine is dead.
         """
+        traced = tracing.request(delivery.traceparent, at.index, batch_id=at.batch_id, run=at.run, shard=at.shard)
+        with traced as span:
+            await self._run_delivery(at, count, line, delivery, span)
+
+    async def _run_delivery(
+        self,
+        at: Address,
+        count: int,
+        line: str | Callable[[], Awaitable[str]],
+        delivery: Delivery,
+        span: tracing.Span,
+    ) -> None:
         mark, key = f"{self._worker_id}/{delivery.delivery_id}", (delivery.delivery_id, at.index)
         task = asyncio.current_task()
         assert task is not None
         self._in_hand[key] = _InHand(at, task)
         self._recent.add((at.batch_id, at.run))
         try:
-            await self._run_request(at, mark, count, line, delivery)
+            await self._run_request(at, mark, count, line, delivery, span)
+        except Parked:
+            span.set(outcome="parked")
+            span.end()  # before it is left: this is no failure
+            raise
         except asyncio.CancelledError:
             if self._in_hand[key].ending:
                 # The run is being cancelled or has expired: its receipt goes out, the aggregator writes the row.
+                span.set(outcome="ended")
                 task.uncancel()
             else:
+                span.set(outcome="handed_back")
                 self.observer.handed_back()
                 if not self.dead:
                     # Handed back, which is no strike. A dead engine's marks stay: what it ran may have killed it.
@@ -385,10 +408,17 @@ class EngineHost:
             del self._in_hand[key]
 
     async def _run_request(
-        self, at: Address, mark: str, count: int, line: str | Callable[[], Awaitable[str]], delivery: Delivery
+        self,
+        at: Address,
+        mark: str,
+        count: int,
+        line: str | Callable[[], Awaitable[str]],
+        delivery: Delivery,
+        span: tracing.Span,
     ) -> None:
-        answer = await self._answer(at, mark, line)
+        answer = await self._answer(at, mark, line, span)
         if answer is None:
+            span.set(outcome="done_before")
             if not delivery.chorded:
                 # Whoever recorded the last row may have died before it said so, and no chord says it for us.
                 await self._send("seal", at)
@@ -405,14 +435,17 @@ class EngineHost:
             queue=self.queue,
         )
         recorded = await self._until_known(at, lambda: self._record(row))
-        self.observer.recorded(text, reply, first=recorded.verdict is Verdict.OURS)
+        first = recorded.verdict is Verdict.OURS
+        self.observer.recorded(text, reply, first=first)
+        if span.recording:
+            self._describe(span, text, reply, first=first)
         if recorded.full and not delivery.chorded:
             await self._send("seal", at)
         if recorded.feed:
             await self._send("feed", at)
 
     async def _answer(
-        self, at: Address, mark: str, line: str | Callable[[], Awaitable[str]]
+        self, at: Address, mark: str, line: str | Callable[[], Awaitable[str]], span: tracing.Span
     ) -> tuple[str, Reply] | None:
         """The request's line and the engine's reply, after a few tries where trying again may help.
 
@@ -430,6 +463,8 @@ class EngineHost:
                     if begun.verdict is Verdict.OURS:
                         assert isinstance(line, str)
                         self.observer.begun(begun.strikes)
+                        span.event("begun")
+                        span.set(calls=begun.calls + 1, strikes=begun.strikes)
                         reply = await self._call_engine(Request(line, begun.calls))
                         break
                 if begun.verdict is Verdict.DONE:
@@ -483,7 +518,8 @@ class EngineHost:
         started, reply = time.monotonic(), None
         self.on_engine += 1
         try:
-            reply = await self.engine.run(request)
+            with tracing.child("engine"):
+                reply = await self.engine.run(request)
             return reply
         finally:
             seconds = time.monotonic() - started
@@ -498,6 +534,23 @@ class EngineHost:
             return self.engine.models[0]
         model = model_of(line)
         return model if model is not None else self.engine.models[0]
+
+    def _describe(self, span: tracing.Span, line: str, reply: Reply, *, first: bool) -> None:
+        """Say of a request what its metrics say; what the engine does not serve is only a user's text, and not said."""
+        try:
+            url = parse_line(line.encode()).url
+        except LineError:
+            url = ""
+        model = self._model(line)
+        served = model in self.engine.models and reply.failure is not FailureKind.MODEL_NOT_FOUND
+        outcome = "completed" if reply.failure is None else reply.failure.code
+        span.set(
+            outcome=outcome if first else "duplicate",
+            url=url if url in self.engine.endpoints else "other",
+            model=model if served else "other",
+            prompt_tokens=reply.prompt_tokens,
+            completion_tokens=reply.completion_tokens,
+        )
 
     def _failed(self, line: str, kind: FailureKind, reason: str) -> Reply:
         return Reply(failed_row(custom_id_of(line), Failure(kind, reason), prefix=self.engine.name), kind)
