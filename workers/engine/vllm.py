@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common import tracing
 from common.errors import EngineDeadError, EngineStartError
 from workers.engine import tie
 from workers.engine.download import Downloader
@@ -160,6 +161,9 @@ async def open_engine(vllm: Vllm, model: str, engine_args: Sequence[str], media:
         # Engine processes inherit these when they are started, and no later.
         with contextlib.ExitStack() as starting:
             starting.enter_context(_variable(tie.REASON_ENV, str(reason_file)))
+            # Ours; vLLM's processes would begin to trace by it, in another protocol, and wait for it at their end.
+            # With `--otlp-traces-endpoint` vLLM sets it itself.
+            starting.enter_context(_hidden(tracing.ENGINE_ENDPOINT))
             if "VLLM_RPC_BASE_PATH" not in os.environ:
                 # vLLM leaves its sockets where they were when it ends (vLLM 0.32, utils/network_utils.py).
                 starting.enter_context(_variable("VLLM_RPC_BASE_PATH", str(scratch)))
@@ -191,6 +195,18 @@ def _variable(name: str, value: str) -> Iterator[None]:
         yield
     finally:
         os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
+def _hidden(name: str) -> Iterator[None]:
+    """Take a variable out of this process' environment for a while; what is set there meanwhile goes with it."""
+    before = os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
 
 
 async def _start_serving(

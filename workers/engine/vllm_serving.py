@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import from_json
 
+from common import tracing
 from common.batch import has_nonfinite_number
 from common.errors import EngineAbortedError, EngineDeadError
 from common.failures import Failure, FailureKind, cut
@@ -45,7 +46,7 @@ MAX_URL_BYTES = 200
 
 
 class Watched:
-    """A client of vLLM's engine that remembers whether a request's answer was cut short.
+    """A client of vLLM's engine that remembers whether a request's answer was cut short, and passes its trace on.
 
     Not every endpoint's answer says so: of `/v1/responses` it reads "completed" (vLLM 0.30–0.33,
     entrypoints/openai/responses/serving.py), and a transcription has no word for it.
@@ -53,12 +54,16 @@ class Watched:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
+        #: Whether it was told to trace by `--otlp-traces-endpoint`; else it warns (vLLM 0.32, v1/engine/async_llm.py).
+        self._traces = bool(getattr(getattr(engine, "observability_config", None), "otlp_traces_endpoint", None))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     async def generate(self, *args: Any, **options: Any) -> AsyncIterator[Any]:
         """As the engine's; notes an output that was aborted for the request that runs in this context."""
+        if self._traces and (traceparent := tracing.current()):
+            options["trace_headers"] = {tracing.TRACEPARENT: traceparent}
         async with contextlib.aclosing(self._engine.generate(*args, **options)) as outputs:
             async for output in outputs:
                 if any(choice.finish_reason == "abort" for choice in output.outputs):
