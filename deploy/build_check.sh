@@ -25,7 +25,8 @@ if [ ! -d wheels ]; then
     python3 - "$source/pyproject.toml" >requirements.txt <<'PYTHON'
 import sys, tomllib
 project = tomllib.load(open(sys.argv[1], "rb"))
-print("\n".join(project["project"]["dependencies"] + project["build-system"]["requires"]))
+extra = project["project"]["optional-dependencies"]["otel"]
+print("\n".join(project["project"]["dependencies"] + extra + project["build-system"]["requires"]))
 PYTHON
     python3 -m pip download --quiet --dest wheels --only-binary=:all: --python-version 3.13 --implementation cp \
         --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 --platform manylinux_2_34_x86_64 \
