@@ -130,6 +130,12 @@ def start_purge(store: ObjectStore, closed: Run) -> bool:
     return _create(store, layout.start(closed.batch_id, closed.number + 1), start).purged
 
 
+def remove_batch(store: ObjectStore, batch_id: str) -> None:
+    """Remove a batch directory. A removal that dies in the middle leaves no batch, since the manifest goes first."""
+    store.remove(layout.manifest(batch_id))
+    store.remove(layout.batch(batch_id))
+
+
 def failed_indexes(store: ObjectStore, closed: Run, codes: Collection[str] | None = None) -> Iterator[int]:
     """Indexes of the failed rows in the output of a closed run, ascending; with `codes` only those of these codes."""
     with store.open(layout.output(closed.batch_id, closed.number)) as rows:

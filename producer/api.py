@@ -26,7 +26,7 @@ from pydantic_core import from_json
 
 from common import layout, tracing
 from common.batch import CLOSED, FIRST_RUN, first_run
-from common.errors import ObjectMissingError, UsageError
+from common.errors import FleetError, ObjectMissingError, UsageError
 from common.runs import newest_run, now, read_manifest, refuse_removed, state_of_run
 from common.settings import FleetSettings, ProducerSettings, WorkerSettings, load
 from common.store import open_store
@@ -117,19 +117,24 @@ def submit(
             engine=engine,
             workers=workers,
             engine_args=list(engine_args),
+            taken_up=attached is not None,
         )
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(processes)
-            here = chosen.model_copy(update={"broker_url": processes.broker_url, "routes": ""})
-            fleet = control.Fleet.connect(here, store)
-            run = first_run(durable(batch_id))
-            if run.batch_id != batch_id:
-                raise UsageError(f"another producer is running these requests as {run.batch_id} on this machine")
-            if attached is not None:
-                control.take_up(fleet, run)
-            control.start(fleet, run)
-            batch = Batch(store, fleet, run, processes)
-            stack.pop_all()  # the batch ends them now
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(processes)
+                here = chosen.model_copy(update={"broker_url": processes.broker_url, "routes": ""})
+                fleet = control.Fleet.connect(here, store)
+                run = first_run(durable(batch_id))
+                if run.batch_id != batch_id:
+                    raise UsageError(f"another producer is running these requests as {run.batch_id} on this machine")
+                if attached is not None:
+                    control.take_up(fleet, run)
+                control.start(fleet, run)
+                batch = Batch(store, fleet, run, processes)
+                stack.pop_all()  # the batch ends them now
+        except BaseException as exc:
+            processes.clear_up(store, exc)
+            raise
         return batch
 
 
@@ -243,22 +248,25 @@ class Batch:
         return self._ended is None or self._ended.alive
 
     def _look_after(self) -> None:
-        """Replace a local worker that died. Raises what `LocalFleet.check` raises, `UsageError` once it was ended."""
-        if self._local is None:
+        """Replace a local worker that died.
+
+        Raises what `LocalFleet.check` raises, with the local fleet ended then, and `UsageError` once it was ended.
+        """
+        if self._local is None or self._fleet is None:
             return
         if not self._is_running():
             raise UsageError(f"the local fleet of {self.id} was closed; submit again to go on")
-        if not self._local.serving and self._fleet is not None:
-            beats = self._fleet.ledger.workers()
-            self._local.serving = any(beat.state == "ready" and beat.engine for beat in beats)
-        self._local.check()
+        try:
+            self._local.look(self._fleet.ledger)
+        except FleetError as exc:
+            self._end_local(exc)
+            raise
 
-    def _end_local(self) -> None:
+    def _end_local(self, reason: FleetError | None = None) -> None:
         if self._local is None or self._ended is None or not self._ended.alive:
             return
         self._ended()
-        if self._state().status in CLOSED:
-            self._local.forget()
+        self._local.clear_up(self._store, reason)
 
 
 class _Silent:

@@ -42,6 +42,7 @@ from common.runs import (
     read_manifest,
     reconcile,
     refuse_removed,
+    remove_batch,
     restore,
     sealed_shards,
     start_purge,
@@ -226,7 +227,7 @@ def write_batch(
         return manifest
     held = _point(store, manifest, new=new)
     if held.batch_id != manifest.batch_id:
-        store.remove(layout.batch(manifest.batch_id))
+        remove_batch(store, manifest.batch_id)
     return held
 
 
@@ -236,7 +237,7 @@ def start(fleet: Fleet, run: Run) -> None:
     Raises `BrokerUnavailableError` when the broker fails on the way; the batch is durable all the same. Signals wait
     until a shard that was begun is published whole: the watchdog would publish the rest, but a minute later.
     """
-    try:
+    with _stored_all_the_same(run):
         if run.number != FIRST_RUN:
             fleet.ledger.note_reopened(run.batch_id, run.number)
         restore(fleet.store, fleet.ledger, run, window=fleet.settings.window)
@@ -250,6 +251,13 @@ def start(fleet: Fleet, run: Run) -> None:
         while more:
             with signals_deferred():
                 more = feeder.feed(at_most=1) > 0
+
+
+@contextlib.contextmanager
+def _stored_all_the_same(run: Run) -> Iterator[None]:
+    """Say of a broker that fails while a run is published that the batch is durable, and how it goes on."""
+    try:
+        yield
     except (redis.RedisError, OperationalError) as exc:
         # kombu raises redis-py's refusal under a name of its own; the server's words are the same.
         full = "maxmemory" in str(exc) or "maxmemory" in str(exc.__cause__)
@@ -474,8 +482,6 @@ def purge(store: ObjectStore, older_than_s: float, *, dry_run: bool = False) -> 
     """Remove batches whose newest run closed at least so long ago; yields the id of each before it is removed.
 
     First the next run's place is taken, so that a retry at the same moment finds the batch gone, or is left alone.
-    Of the directory the manifest goes first: a directory without one is no batch, so that a purge which dies in the
-    middle does not leave one that reads as open and would be run again.
     """
     limit = now() - older_than_s
     for manifest in manifests(store):
@@ -483,8 +489,7 @@ def purge(store: ObjectStore, older_than_s: float, *, dry_run: bool = False) -> 
             continue
         yield manifest.batch_id
         if not dry_run:
-            store.remove(layout.manifest(manifest.batch_id))
-            store.remove(layout.batch(manifest.batch_id))
+            remove_batch(store, manifest.batch_id)
 
 
 def _is_old(store: ObjectStore, manifest: Manifest, limit: float, *, dry_run: bool) -> bool:
@@ -518,11 +523,15 @@ def fetch(store: ObjectStore, run: Run, destination: Destination) -> RunEnd | No
 
 
 def take_up(fleet: Fleet, run: Run) -> None:
-    """Send again what a fleet that is gone had taken and not recorded. Its queues are empty, and no worker runs yet."""
-    progress = fleet.ledger.progress(run.batch_id, run.number)
-    frontier = progress.frontier if progress is not None else 0
-    sealed = sealed_shards(fleet.store, run.batch_id, run.number)
-    for shard in run.shards[:frontier]:
-        if shard.number not in sealed:
-            missing = fleet.ledger.missing(run.batch_id, run.number, shard.number, shard.indexes)
-            republish(fleet.app, fleet.store, run, shard, missing, routes=fleet.routes)
+    """Send again what a fleet that is gone had taken and not recorded. Its queues are empty, and no worker runs yet.
+
+    Raises `BrokerUnavailableError` as `start` does.
+    """
+    with _stored_all_the_same(run):
+        progress = fleet.ledger.progress(run.batch_id, run.number)
+        frontier = progress.frontier if progress is not None else 0
+        sealed = sealed_shards(fleet.store, run.batch_id, run.number)
+        for shard in run.shards[:frontier]:
+            if shard.number not in sealed:
+                missing = fleet.ledger.missing(run.batch_id, run.number, shard.number, shard.indexes)
+                republish(fleet.app, fleet.store, run, shard, missing, routes=fleet.routes)

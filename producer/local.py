@@ -35,8 +35,9 @@ from typing import TYPE_CHECKING, Self
 import redis
 
 from common import broker
-from common.errors import FleetError, UsageError
+from common.errors import FleetError, NoSuchBatchError, StoreUnavailableError, UsageError
 from common.ledger import Ledger
+from common.runs import newest_run, read_end, read_manifest, remove_batch
 from common.settings import AGGREGATE_QUEUE, GPU_QUEUE
 from producer import devices
 from producer.interrupts import signals_deferred, signals_ignored
@@ -44,6 +45,8 @@ from producer.interrupts import signals_deferred, signals_ignored
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from types import TracebackType
+
+    from common.store import ObjectStore
 
 #: Seconds for the broker to answer, and for a process to end before it is killed.
 BROKER_START_S = 20.0
@@ -106,7 +109,9 @@ class LocalFleet:
         engine: str,
         workers: int,
         engine_args: Sequence[str],
+        taken_up: bool = False,
     ) -> None:
+        """`taken_up`: the batch was there before; else it is made for this fleet."""
         self._folder = state_folder() / "local" / batch_id
         self._batch_id = batch_id
         self._store_uri = store_uri
@@ -114,6 +119,8 @@ class LocalFleet:
         self._engine = engine
         self._workers = workers
         self._engine_args = list(engine_args)
+        self._taken_up = taken_up
+        self._locked = False
         self._processes: list[_Process] = []
         self._cleanup = contextlib.ExitStack()
         self.broker_url = ""
@@ -141,6 +148,19 @@ class LocalFleet:
     ) -> None:
         self.stop()
 
+    def look(self, ledger: Ledger) -> list[str]:
+        """Note whether a worker is ready, then `check`: whoever waits for the batch calls this now and then."""
+        silence: redis.RedisError | None = None
+        if not self.serving:
+            try:
+                self.serving = any(beat.state == "ready" and beat.engine for beat in ledger.workers())
+            except redis.RedisError as exc:
+                silence = exc  # where the broker has died, `check` says so
+        try:
+            return self.check()
+        except FleetError as exc:
+            raise exc from silence
+
     def check(self) -> list[str]:
         """Replace workers that have died; returns a sentence for each. What they ran is run again by its lease.
 
@@ -160,9 +180,27 @@ class LocalFleet:
             notices.append(f"{process.name} died and was started again; its requests run again in a while")
         return notices
 
-    def forget(self) -> None:
-        """The batch is complete: drop the broker's file and the logs. Call after leaving the context."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+    def clear_up(self, store: ObjectStore, reason: BaseException | None = None) -> None:
+        """Drop what nobody will go on with. Call after leaving the context, with the exception that ended it.
+
+        Of an open batch the broker's file stays, since the same command goes on with it, and so do the logs where a
+        process died. Where the set-up cannot work the batch goes too: nothing has run, and a corrected command makes
+        another one.
+        """
+        if not self._locked:
+            return  # the folder is another producer's
+        with contextlib.suppress(StoreUnavailableError):
+            if isinstance(reason, UsageError) and not self._taken_up and not self.serving:
+                remove_batch(store, self._batch_id)
+            if not isinstance(reason, LocalFleetError) and not self._is_open(store):
+                shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _is_open(self, store: ObjectStore) -> bool:
+        try:
+            run = newest_run(store, read_manifest(store, self._batch_id))
+        except NoSuchBatchError:
+            return False
+        return read_end(store, run.batch_id, run.number) is None
 
     def stop(self) -> None:
         """End every process: workers and aggregator all at once, then the broker. May be called twice.
@@ -193,6 +231,7 @@ class LocalFleet:
             if exc.errno in (errno.EAGAIN, errno.EACCES):
                 raise UsageError(f"another producer is running {self._batch_id} on this machine") from None
             raise
+        self._locked = True
 
     def _socket(self) -> Path:
         """Where the broker listens: in the batch's folder, or in a temporary one where that path is too long."""
@@ -314,9 +353,11 @@ class _Process:
         # Ours begin with it; argparse puts the command before it.
         found = (re.match(r"(?:worker(?: \w+)?: )?error: (.*)", line) for line in reversed(lines))
         said = next((match.group(1) for match in found if match), "")
+        what = f"{self.name}: {said}" if said else f"{self.name} died ({how}); its log is {self.log}"
         # A bad set-up shows before anything runs; later the same code is one worker's trouble.
-        kind = UsageError if code == UsageError.exit_code and not serving else LocalFleetError
-        return kind(f"{self.name}: {said}" if said else f"{self.name} died ({how}); its log is {self.log}")
+        if code == UsageError.exit_code and not serving:
+            return UsageError(what)
+        return LocalFleetError(f"{what}; the same submit goes on where it stopped")
 
 
 # Loaded before any fork: between fork and exec a child may only make system calls.

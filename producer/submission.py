@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from common import layout, tracing
 from common.batch import CLOSED, FIRST_RUN, BatchStatus, Run, batch_object, dumps, first_run
-from common.errors import InputRefusedError, NoSuchBatchError, OutputFailedError, StoreUnavailableError, UsageError
+from common.errors import FleetError, NoSuchBatchError, OutputFailedError, StoreUnavailableError, UsageError
 from common.runs import BatchState, newest_run, now, read_manifest, state_of, state_of_run
 from producer import control
 from producer.interrupts import Interrupted
@@ -205,35 +205,29 @@ class Submission:
             engine=options.engine or "vllm",
             workers=options.workers or 1,
             engine_args=self._flags,
+            taken_up=taken_up is not None,
         )
         with self._destination() as destination:
             try:
                 with local:
                     state = self._in_local_fleet(local, batch_id, destination, progress)
-            except Interrupted:
+            except Interrupted as exc:
+                local.clear_up(self._store, exc)
                 left = self._left(batch_id)
+                if left is None:
+                    progress.say("interrupted; nothing was queued")
                 if left is None or not self._is_complete(left, progress):
-                    if left is None:
-                        progress.say("interrupted; nothing was queued")
-                        local.forget()
                     raise
                 # It was complete before everything had ended: nobody would run it, or look for its rows, again.
                 control.fetch(self._store, left.run, destination)
                 state = left
-            except InputRefusedError:
-                local.forget()
+            except FleetError as exc:
+                local.clear_up(self._store, exc)
+                if isinstance(exc, OutputFailedError):
+                    progress.say(f"the rows are kept: {self._same_command()}, or producer fetch --local {batch_id}")
                 raise
-            except OutputFailedError:
-                progress.say(f"the rows are kept: {self._same_command()}, or producer fetch --local {batch_id}")
-                raise
-            except UsageError:
-                if taken_up is None and not local.serving:
-                    # A set-up that cannot work: nothing has run, and a corrected command makes another batch.
-                    self._store.remove(layout.batch(batch_id))
-                    local.forget()
-                raise
-            if state.status in CLOSED:
-                local.forget()
+            else:
+                local.clear_up(self._store)
             self._put_down(destination, state, progress)
         return self._finish(progress, state)
 
@@ -313,13 +307,12 @@ class Submission:
     def _wait_for_engine(fleet: control.Fleet, local: LocalFleet, progress: Progress) -> None:
         """Until a worker is ready: a set-up that cannot work ends here, with the output untouched."""
         started = time.monotonic()
-        while not any(worker.state == "ready" and worker.engine for worker in fleet.ledger.workers()):
-            local.check()
+        while not local.serving:
+            local.look(fleet.ledger)
             waited_s = time.monotonic() - started
             if waited_s > 1:
                 progress.note(f"waiting for the engine to load ({waited_s:.0f} s)")
             time.sleep(0.1)
-        local.serving = True
         progress.note("")
 
     @contextlib.contextmanager

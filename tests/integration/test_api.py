@@ -19,11 +19,12 @@ from common import layout
 from common.errors import InputRefusedError, NoSuchBatchError, UsageError
 from common.store import LocalStore
 from producer import Batch, control, submit
+from producer.local import LocalFleetError
 from tests.invariants import assert_complete, chat_line, chat_lines
 from tests.servers import BrokerServer, FleetServers, Workplace, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -181,6 +182,75 @@ def test_a_closed_local_batch_goes_on_with_the_same_submit(alone: Workplace) -> 
     with pytest.raises(UsageError, match="was closed"):
         batch.wait()
     wait_until(lambda: len(alone.alive()) <= 1, 20, "the local fleet has ended")
+
+    with submit(lines, local=True, model="test-model", engine="echo") as again:
+        assert again.id == batch.id
+        assert_complete(lines, as_output(list(again.results())))
+
+
+def kept(alone: Workplace) -> list[Path]:
+    """What local batches have left: batch directories, and folders of local fleets with their locks."""
+    return [*alone.state.glob("batch-fleet/batches/*"), *alone.state.glob("batch-fleet/local/*")]
+
+
+def test_a_local_worker_that_cannot_start_leaves_no_batch(alone: Workplace) -> None:
+    """Nothing has run, and a corrected submit makes another batch."""
+    for ask in (Batch.wait, lambda batch: list(batch.results())):
+        flags = ["--no-such-flag"]
+        with submit(chat_lines(3), local=True, model="test-model", engine="echo", engine_args=flags) as batch:
+            with pytest.raises(UsageError, match="no-such-flag"):
+                ask(batch)
+            assert len(alone.alive()) <= 1
+
+        assert kept(alone) == []
+        with pytest.raises(NoSuchBatchError):
+            batch.status()
+
+
+def test_a_local_fleet_that_cannot_start_leaves_no_folder(alone: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("producer.local.find_broker", refuse)
+
+    with pytest.raises(UsageError, match="no broker here"):
+        submit(chat_lines(3), local=True, model="test-model", engine="echo")
+
+    assert kept(alone) == []
+
+
+def refuse() -> str:
+    raise UsageError("no broker here")
+
+
+def test_an_open_local_batch_outlives_a_fleet_that_cannot_start(
+    alone: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows so far are there, and so is the broker's file: the same submit goes on with it, somewhere else."""
+    lines = [chat_line("slow", "x", echo={"latency_s": 300})]
+    with submit(lines, local=True, model="test-model", engine="echo"):
+        before = kept(alone)
+    monkeypatch.setattr("producer.local.find_broker", refuse)
+
+    with pytest.raises(UsageError, match="no broker here"):
+        submit(lines, local=True, model="test-model", engine="echo")
+
+    assert kept(alone) == before
+    assert len(before) == 2
+
+
+@pytest.mark.parametrize("started", [False, True], ids=["while the engine loads", "while it serves"])
+@pytest.mark.parametrize("ask", [Batch.wait, lambda batch: list(batch.results())], ids=["wait", "results"])
+def test_a_local_broker_that_dies_is_an_error_of_the_fleet(
+    alone: Workplace, ask: Callable[[Batch], object], started: bool
+) -> None:
+    lines = [*chat_lines(48), *(chat_line(f"slow{n}", "x", echo={"latency_s": 3}) for n in range(32))]
+    with submit(lines, local=True, model="test-model", engine="echo") as batch:
+        if started:
+            next(batch.results())
+        (pid,) = (process.pid for process in alone.alive() if "valkey" in process.name() or "redis" in process.name())
+        os.kill(pid, signal.SIGKILL)
+
+        with pytest.raises(LocalFleetError, match=r"broker died .signal 9.*the same submit goes on"):
+            ask(batch)
+        assert len(alone.alive()) <= 1
 
     with submit(lines, local=True, model="test-model", engine="echo") as again:
         assert again.id == batch.id

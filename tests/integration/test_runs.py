@@ -262,6 +262,7 @@ def test_a_local_set_up_that_cannot_work_leaves_the_batch_closed(
 
     assert failed.code == 2, failed.stderr
     assert local_status(workplace, batch_id) == before
+    assert list(workplace.state.glob("batch-fleet/local/*")) == []
     assert not (workplace.folder / "new.jsonl").exists()
     fetched = workplace.producer("fetch", batch_id, "--local", "-o", str(workplace.folder / "fetched.jsonl"))
     assert fetched.code == {"retry": 3, "resume": 4}[command], fetched.stderr
