@@ -84,7 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     fetch = commands.add_parser("fetch", allow_abbrev=False, help="write a closed batch's rows to a file")
     fetch.add_argument("batch", metavar="BATCH")
-    fetch.add_argument("-o", "--output", required=True, metavar="OUT", help="where the rows go")
+    fetch.add_argument("-o", "--output", required=True, metavar="OUT", help="where the rows go; - for stdout")
     fetch.add_argument("--errors", metavar="PATH", help="failed rows also go here")
     _add_run(
         commands,
@@ -457,7 +457,7 @@ def _fetch(options: argparse.Namespace, _: list[str]) -> int:
     endpoint = load(FleetSettings).s3_endpoint
     for stored in (layout.output(run.batch_id, run.number), layout.errors(run.batch_id, run.number)):
         place = store.local_path(stored) or f"{store.uri}/{stored}"
-        check_destinations(place, options.output, options.errors, s3_endpoint=endpoint)
+        check_destinations(place, options.output, options.errors, streams=True, s3_endpoint=endpoint)
     # The file that is there may be the only other copy: it stays until the new one is whole.
     target = Destination(options.output, options.errors, replace=True, s3_endpoint=endpoint)
     with contextlib.closing(target) as destination:

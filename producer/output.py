@@ -12,6 +12,8 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
+import sys
 import tempfile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
     from common.batch import Run
     from common.store import ObjectStore
 
+#: Names of the standard output. The second one would be opened anew where it leads to a file, and not appended to.
+STDOUT = frozenset({"-", "/dev/stdout"})
+
 #: Bytes of whole rows that are written at once.
 _BLOCK_BYTES = 1024 * 1024
 
@@ -43,9 +48,13 @@ def default_output(input_name: str) -> str:
     return str(path.with_name(path.name.removesuffix(".jsonl") + ".out.jsonl"))
 
 
-def check_destinations(input_path: str | None, *names: str | None, s3_endpoint: str = "") -> None:
+def check_destinations(
+    input_path: str | None, *names: str | None, streams: bool = False, s3_endpoint: str = ""
+) -> None:
     """Refuse destinations that cannot work. Writes nothing that stays. Raises `DestinationError`.
 
+    With `streams` they may be the standard output, a pipe or a character device: for rows that are all there. What
+    grows with its batch must be a file, since it is written again from its beginning by whoever attaches to the batch.
     The remote ones come last: they take time, and a network.
     """
     remotes: list[Remote] = []
@@ -53,8 +62,6 @@ def check_destinations(input_path: str | None, *names: str | None, s3_endpoint: 
     for name in names:
         if name is None:
             continue
-        if name == "-":
-            raise DestinationError("the output must be a file: - is not one")
         for other, what in seen:
             if _same_file(name, other):
                 raise DestinationError(f"{shown(name)} is {what}")
@@ -62,10 +69,21 @@ def check_destinations(input_path: str | None, *names: str | None, s3_endpoint: 
         found = remote(name, s3_endpoint)
         if found is not None:
             remotes.append(found)
-        else:
+        elif not _is_stream(name):
             _check_writable(name)
+        elif not streams:
+            raise DestinationError(f"{name} is not a file; producer fetch BATCH -o {name} writes to it later")
     for each in remotes:
         each.check()
+
+
+def _is_stream(name: str) -> bool:
+    """Whether the name leads to the standard output, a pipe or a character device."""
+    try:
+        mode = os.stat(name).st_mode
+    except OSError:
+        return name in STDOUT
+    return name in STDOUT or stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)
 
 
 def _same_file(one: str, other: str) -> bool:
@@ -215,7 +233,8 @@ class ReplacingFile(OutputFile):
                 pass
             self._refuse_locked()
         except OSError as exc:
-            raise DestinationError(f"{name} cannot be written: {exc.strerror}") from None
+            folder = self._target.parent
+            raise DestinationError(f"{name} cannot be written: no new file in {folder}: {exc.strerror}") from None
 
     def _refuse_locked(self) -> None:
         """Refuse a file that grows under another producer: it would go on writing into what nobody can see."""
@@ -275,6 +294,47 @@ class ReplacingFile(OutputFile):
                 os.unlink(self._temporary)
 
 
+class StreamFile(OutputFile):
+    """An output that is no file: the standard output, a pipe, a terminal. Nothing that it was given is taken back."""
+
+    def __init__(self, name: str) -> None:
+        """Opens nothing before `begin`: of a named pipe that would wait for its reader."""
+        self.name = name
+        self.rows = 0
+        self._size = 0
+        self._unused = False
+        self._descriptor = -1
+
+    def begin(self) -> None:
+        """Open the stream. Raises `DestinationError`."""
+        try:
+            if self.name in STDOUT:
+                self._descriptor = os.dup(sys.stdout.fileno())
+            else:
+                self._descriptor = os.open(self.name, os.O_WRONLY | os.O_CLOEXEC | os.O_NOCTTY)
+        except OSError as exc:
+            raise DestinationError(f"{self.name} cannot be written: {exc.strerror}") from None
+
+    def rewind(self, mark: tuple[int, int]) -> None:
+        """Nothing is taken back."""
+
+    def _write(self, block: bytes, *, truncate: bool = False) -> None:  # noqa: ARG002 - a stream has no beginning
+        view = memoryview(block)
+        try:
+            while view:
+                view = view[os.write(self._descriptor, view) :]
+        except BrokenPipeError:
+            raise  # whoever read it left, as `| head` does, which is no failure
+        except OSError as exc:
+            raise OutputFailedError(f"{self.name} cannot be written: {exc.strerror}") from None
+
+    def close(self, *, durable: bool = False) -> None:  # noqa: ARG002 - who reads it sees to that
+        """Close the stream. May be called twice."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
 def _blocks(rows: IO[bytes], *, failed_only: bool) -> Iterator[tuple[bytes, int]]:
     block: list[bytes] = []
     size = 0
@@ -298,7 +358,6 @@ class Destination:
 
     def __init__(self, output: str, errors: str | None, *, replace: bool = False, s3_endpoint: str = "") -> None:
         """Open the files; nothing is touched before `begin`, and with `replace` not before they are closed."""
-        kind = ReplacingFile if replace else OutputFile
         self._files: list[tuple[OutputFile, bool]] = []
         self._remotes: list[tuple[Remote, Callable[[str, int], str]]] = []
         try:
@@ -308,8 +367,9 @@ class Destination:
                 found = remote(name, s3_endpoint)
                 if found is not None:
                     self._remotes.append((found, stored))
-                else:
-                    self._files.append((kind(name), failed_only))
+                    continue
+                kind = StreamFile if _is_stream(name) else ReplacingFile if replace else OutputFile
+                self._files.append((kind(name), failed_only))
         except BaseException:
             self.close()
             raise

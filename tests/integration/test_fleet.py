@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import pickle
 import signal
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -107,6 +109,19 @@ def test_a_detached_batch_is_listed_and_fetched(paced: FleetServers) -> None:
     rows = assert_complete(lines, output.read_bytes(), {"bad": "err"})
     assert [row["custom_id"] for row in rows_of(errors.read_bytes())] == ["bad"]
     assert rows[20]["error"]["code"] == "model_not_found"
+    # And it goes where other commands read on.
+    piped = paced.producer("fetch", batch_id, "-o", "-")
+    assert (piped.code, piped.stdout) == (3, output.read_bytes())
+    fetch = f"{sys.executable} -m producer fetch {batch_id} -o /dev/stdout"
+    for command, expected in (
+        (f"echo first > o; {fetch} >> o; cat o", b"first\n" + piped.stdout),
+        (f"set -o pipefail; {fetch} | head -n 0; echo $?", b"141\n"),
+    ):
+        shell = subprocess.run(
+            ["bash", "-c", command], cwd=paced.folder, env=paced.environment, capture_output=True, check=False
+        )
+        assert shell.stdout == expected, shell.stderr
+        assert b"error" not in shell.stderr
 
 
 def test_the_final_batch_object_is_all_that_stdout_holds(paced: FleetServers) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import resource
+import socket
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -27,9 +28,9 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-def refusal(*names: object) -> str:
+def refusal(*names: object, streams: bool = False) -> str:
     with pytest.raises(DestinationError) as caught:
-        check_destinations(*(None if name is None else str(name) for name in names))  # type: ignore[arg-type]
+        check_destinations(*(None if name is None else str(name) for name in names), streams=streams)  # type: ignore[arg-type]
     return str(caught.value)
 
 
@@ -82,8 +83,20 @@ def test_a_symlink_into_a_missing_directory_is_refused(source: Path, tmp_path: P
 def test_what_is_no_file_is_refused(source: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
 
-    assert "is not a file" in refusal(source, tmp_path / "pipe")
-    assert "is not a file" in refusal(source, os.devnull)
+    for name in (tmp_path / "pipe", os.devnull, "-", "/dev/stdout"):
+        assert f"producer fetch BATCH -o {name}" in refusal(source, name)
+
+
+def test_rows_that_are_all_there_may_go_to_what_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+
+        check_destinations(None, str(tmp_path / "pipe"), os.devnull, streams=True)
+        check_destinations(None, "-", None, streams=True)
+
+        assert "also the output" in refusal(None, tmp_path / "pipe", tmp_path / "pipe", streams=True)
+        assert "is not a file" in refusal(None, tmp_path / "socket", streams=True)
 
 
 def test_a_place_that_cannot_be_written_is_refused(source: Path) -> None:
@@ -316,5 +329,43 @@ def test_a_file_that_grows_is_not_replaced(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_takes_no_file_is_refused_before_anything() -> None:
-    with pytest.raises(DestinationError, match="cannot be written"):
-        ReplacingFile("/proc/out.jsonl")
+    for name in ("/proc/out.jsonl", "/proc/self/comm"):
+        with pytest.raises(DestinationError, match=f"{name} cannot be written: no new file in /proc"):
+            ReplacingFile(name)
+
+
+# -- what is no file ---------------------------------------------------------------------------------------------------
+
+
+def test_a_named_pipe_gets_the_rows_and_stays(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with closing(Destination(str(pipe), str(tmp_path / "errors"), replace=True)) as destination:
+        reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        destination.begin()
+        destination.append(io.BytesIO(OK_ROW + BAD_ROW))
+        destination.close(durable=True)
+
+    assert os.read(reader, 1000) == OK_ROW + BAD_ROW
+    os.close(reader)
+    assert pipe.is_fifo()
+    assert (tmp_path / "errors").read_bytes() == BAD_ROW
+
+
+def test_a_reader_that_leaves_is_no_failure_of_the_output(tmp_path: Path) -> None:
+    """As with `| head`; the command then ends as others do."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with closing(Destination(str(pipe), None, replace=True)) as destination:
+        reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        destination.begin()
+        os.close(reader)
+        with pytest.raises(BrokenPipeError):
+            destination.append(io.BytesIO(OK_ROW))
+
+
+def test_a_stream_that_cannot_be_written_is_an_error() -> None:
+    with closing(Destination("/dev/full", None, replace=True)) as destination:
+        destination.begin()
+        with pytest.raises(OutputFailedError, match="/dev/full cannot be written"):
+            destination.append(io.BytesIO(OK_ROW))
