@@ -40,7 +40,8 @@ _SLICE = 500
 def spill_shard(store: ObjectStore, ledger: Ledger, run: Run, shard: Shard) -> int:
     """Move the recorded rows of an open shard into the batch directory; returns how many left Redis.
 
-    Nothing happens where few rows are new: objects must not pile up, they are all open when a shard is sealed.
+    Nothing happens where few rows are new: objects must not pile up, they are all open when a shard is sealed. A spill
+    that comes after the run has closed is removed again.
     """
     sizes = ledger.row_sizes(run.batch_id, run.number, shard.number, shard.indexes)
     if len(sizes) < LEAST_ROWS and sum(sizes) < LEAST_BYTES:
@@ -58,6 +59,10 @@ def spill_shard(store: ObjectStore, ledger: Ledger, run: Run, shard: Shard) -> i
                 digests.append((index, hashlib.sha1(row, usedforsecurity=False).hexdigest()))
     if not out.created:
         return 0  # somebody else spills this shard
+    if store.exists(layout.end(run.batch_id, run.number)):
+        # Whoever closed the run removed its spills after that, and may not have seen this one.
+        store.remove(layout.spills(run.batch_id, run.number))
+        return 0
     return sum(
         ledger.mark_spilled(run.batch_id, run.number, shard.number, digests[start : start + _SLICE])
         for start in range(0, len(digests), _SLICE)

@@ -157,10 +157,11 @@ class Aggregator:
                 ours = self._assemble(run, wish)
                 end = write_end(self._store, batch_id, number, ours)
                 span.set(status=end.status.value, requests=end.counts.total, failed=end.counts.failed)
-            self._store.remove(layout.spills(batch_id, number))
             self._relieved.pop(batch_id, None)
             if end is ours:  # else somebody else was first, and said so
                 logger.info("batch %s %s: %s", batch_id, end.status.value, end.counts.model_dump())
+        # Each time: whoever wrote the end may have died before this.
+        self._store.remove(layout.spills(batch_id, number))
         self._ledger.close(batch_id, number, end.status.value)
         return end
 

@@ -20,9 +20,11 @@ from workers.aggregate import Aggregator
 from workers.watchdog import SPILL_ROWS, Watchdog
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from common.batch import Run
+    from common.store import ObjectWriter
     from tests.servers import BrokerServer
 
 #: Enough for shards that hold more than `SPILL_ROWS`.
@@ -169,6 +171,55 @@ def test_a_cancelled_batch_keeps_spilled_rows(batch: Spilling) -> None:
     assert end is not None
     assert (end.status, end.counts.completed, end.counts.failed) == (BatchStatus.CANCELLED, 3, COUNT - 3)
     assert not batch.store.exists(layout.spill(batch.run.batch_id, 1, 0, 1))
+
+
+def finish(batch: Spilling) -> None:
+    """Seal every shard and assemble, as if all rows were there."""
+    for shard in batch.run.shards:
+        with batch.store.writing(layout.part(batch.run.batch_id, 1, shard.number)) as part:
+            for index in shard.indexes:
+                part.write(row(index) + b"\n")
+    assert batch.aggregator.assemble_batch(batch.run.batch_id, 1) is not None
+
+
+def spills(batch: Spilling) -> list[str]:
+    return list(batch.store.names(layout.spills(batch.run.batch_id, 1)))
+
+
+def test_a_spill_that_comes_after_the_end_does_not_stay(batch: Spilling, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its writer began before the run was closed."""
+    batch.record(1, 2)
+    writing = batch.store.writing
+
+    def late(name: str, *, replace: bool = False) -> AbstractContextManager[ObjectWriter]:
+        monkeypatch.undo()
+        finish(batch)
+        return writing(name, replace=replace)
+
+    monkeypatch.setattr(batch.store, "writing", late)
+
+    assert batch.spill() == 0
+
+    assert spills(batch) == []
+
+
+def test_an_aggregator_that_dies_between_end_and_clearing_up_leaves_no_spill(
+    batch: Spilling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch.record(1, 2)
+    batch.spill()
+    with monkeypatch.context() as dying, pytest.raises(InterruptedError):
+        dying.setattr(batch.store, "remove", die)
+        finish(batch)
+    assert spills(batch) == ["00000"]
+
+    batch.aggregator.assemble_batch(batch.run.batch_id, 1)  # its message comes again
+
+    assert spills(batch) == []
+
+
+def die(_name: str) -> None:
+    raise InterruptedError
 
 
 def test_the_watchdog_spills_what_a_straggler_keeps_open(batch: Spilling) -> None:
