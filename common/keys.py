@@ -18,7 +18,8 @@
     fleet:marker:<marker>              string  a marker message was consumed, with a TTL
     fleet:line:<batch>:<run>:<index>   string  a large line, lent to a worker without the store, with a TTL
 
-Keys of a closed batch have a TTL (`CLOSED_TTL_S`); keys of an open one never do.
+Keys of a closed batch have a TTL (`CLOSED_TTL_S`), and so have those of one that somebody removed from the store; keys
+of an open one never do.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ LOAN_TTL_S = 60
 #: Seconds for which a closed batch's small keys stay, so that late deliveries learn that it is closed.
 CLOSED_TTL_S = 24 * 3600
 
-#: Pattern of all heads.
+#: Pattern of all heads, and of all that batches have.
 HEADS = "fleet:*:head"
+BATCHES = "fleet:batch_*"
 
 WORKERS = "fleet:workers"
 WATCHDOG = "fleet:watchdog"
@@ -48,6 +50,11 @@ def marker(marker_id: str) -> str:
 def line(batch_id: str, run: int, index: int) -> str:
     """String: a line that was lent."""
     return f"fleet:line:{batch_id}:{run}:{index}"
+
+
+def of_batch(batch_id: str) -> str:
+    """Pattern of all that a batch has, of whatever run."""
+    return f"fleet:{batch_id}:*"
 
 
 def head(batch_id: str, run: int) -> str:

@@ -471,6 +471,22 @@ class Ledger:
                     pipe.persist(key(batch_id, run, shard))
             pipe.execute()
 
+    def batches(self) -> set[str]:
+        """Ids of the batches that have keys here."""
+        return {key.decode().split(":")[1] for key in self._client.scan_iter(match=keys.BATCHES, count=1000)}
+
+    def let_expire(self, batch_id: str) -> int:
+        """Give those of the batch's keys a TTL that have none; returns how many. `keep_open` takes it back."""
+        found = list(self._client.scan_iter(match=keys.of_batch(batch_id), count=1000))
+        with self._client.pipeline(transaction=False) as pipe:
+            for key in found:
+                pipe.ttl(key)
+            lasting = [key for key, ttl_s in zip(found, pipe.execute(), strict=True) if ttl_s == -1]
+            for key in lasting:
+                pipe.expire(key, keys.CLOSED_TTL_S)
+            pipe.execute()
+        return len(lasting)
+
     # -- workers ----------------------------------------------------------------------------------------------------
 
     def beat(self, beat: WorkerBeat, ttl_s: float) -> None:

@@ -20,6 +20,8 @@ What a look does for each open batch, found from the store, so that a Redis that
     an index is neither recorded nor running, its queue has passed its message, and two leases and a sweep have gone by
                                                    send it again, as a plain task; then wait twice as long
 
+And once a minute: a batch that Redis knows and the store does not, twice seen, was removed: its keys get a TTL.
+
 A queue has passed a message when it is empty, or when a marker that was sent to it later has been consumed. With no
 worker on the queue nothing is sent: a fleet at zero is no loss, and a long queue is only long.
 """
@@ -41,7 +43,7 @@ from kombu.exceptions import OperationalError
 from common import broker, layout
 from common.batch import BatchStatus
 from common.dispatch import republish, send, shard_queues
-from common.errors import FleetError, NoSuchBatchError, StoreUnavailableError
+from common.errors import FleetError, NoSuchBatchError, ObjectMissingError, StoreUnavailableError
 from common.ledger import WorkerBeat, new_worker_id
 from common.runs import (
     newest_run,
@@ -80,6 +82,8 @@ SPILL_AFTER_S = 60.0
 SPILL_ROWS = 16
 #: A closed batch is looked at again in one of so many looks.
 CLOSED_LOOKS = 120
+#: Batches that Redis knows are looked for in the store at one of so many looks.
+REMOVED_LOOKS = 12
 #: Seconds for which a heartbeat counts.
 BEAT_TTL_S = 20.0
 #: Seconds for which a refusal of the store counts. What was refused is tried again within half of it.
@@ -174,6 +178,8 @@ class Watchdog:
         self._beat = WorkerBeat(self._who, "ready", "", (), AGGREGATE_QUEUE, 0, store.uri)
         self._trouble, self._trouble_at = "", 0.0
         self._closed: set[str] = set()
+        #: Batches that Redis knows and the store does not, at the last look for them.
+        self._absent: set[str] = set()
         self._looks = 0
         #: By batch and run: what was seen of one run says nothing about the next one.
         self._watched: dict[tuple[str, int], _Watched] = {}
@@ -249,6 +255,33 @@ class Watchdog:
             except Exception as exc:
                 logger.error("%s cannot be looked after: %s", batch_id, type(exc).__name__)
                 logger.debug("%s", batch_id, exc_info=True)
+
+        if self._looks % REMOVED_LOOKS == 0 and not self._only_batch:
+            self._let_removed_expire()
+
+    def _let_removed_expire(self) -> None:
+        """Let the keys go of batches that somebody removed from the store by hand while they were open.
+
+        Nobody would close them, and they would count as work to do for ever. A store that is away raises; one that has
+        not its own mark, or no batch at all, is no witness, since it may be a folder with nothing mounted on it. What
+        is absent at two looks in a row was removed; should it come back within the TTL, `keep_open` takes that off.
+        """
+        known = self._ledger.batches()  # first: a batch is in the store before it is in Redis
+        there = set(self._store.names(layout.BATCHES))
+        absent = known - there if there and self._is_itself() else set()
+        for batch_id in absent & self._absent:
+            if not self._store.exists(layout.manifest(batch_id)) and (count := self._ledger.let_expire(batch_id)):
+                logger.warning("%s was removed from %s: its %d keys in Redis expire in a day",
+                               batch_id, self._store.uri, count)  # fmt: skip
+        self._absent = absent
+
+    def _is_itself(self) -> bool:
+        """Whether the store has its own mark, the one that was there at first."""
+        try:
+            found = self._store.read(layout.STORE_ID).decode()
+        except ObjectMissingError:
+            return False
+        return found == (self._beat.store_id or found)
 
     def _due(self, batch_id: str) -> bool:
         """Whether a closed batch is to be looked at again: each in some look of every `CLOSED_LOOKS`.

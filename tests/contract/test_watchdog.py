@@ -6,18 +6,22 @@ Every test runs with the watchdog on and off: off, the same batch is looked at b
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from common import broker, layout
+from common import broker, keys, layout
 from common.batch import first_run
+from common.errors import StoreUnavailableError
 from common.ledger import Address, Ledger, Row, WorkerBeat
 from common.routes import Routes
 from common.runs import restore, start_run
-from common.store import LocalStore
+from common.store import LocalStore, store_id
 from producer import control, intake
 from tests.invariants import chat_line, chat_lines
 from tests.servers import BrokerServer
@@ -66,6 +70,18 @@ class Bench:
         """As a producer does it; the messages are lost at once."""
         restore(self.store, self.ledger, self.run, window=16)
         assert self.ledger.claim_shard(self.batch_id, 1, 0)
+
+    def another(self) -> None:
+        """One more open batch."""
+        source = self.store.root.parent / "other.jsonl"
+        source.write_text("".join(f"{line}\n" for line in chat_lines(2)))
+        checked = intake.check("other.jsonl", str(source))
+        control.write_batch(self.store, checked, digest="o", max_shard_size=16)
+
+    def ttls(self, batch_id: str) -> list[int]:
+        """The TTLs of all keys of a batch; -1 for none."""
+        found: Any = [self.client.ttl(key) for key in self.client.keys(keys.of_batch(batch_id))]
+        return list(found)
 
     def finish(self, *indexes: int) -> None:
         self.ledger.record([Row(Address(self.batch_id, 1, 0, index), b"{}", False, 0, 0, 3) for index in indexes])
@@ -196,3 +212,78 @@ def test_a_batch_that_cannot_be_looked_after_does_not_blind_the_watchdog(
 
     assert looked == [bench.batch_id]
     assert "cannot be looked after: KeyError" in caplog.text
+
+
+# -- batches that were removed by hand ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def removed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """An open batch of two, of which somebody removed the directory; rows of it are in Redis."""
+    monkeypatch.setattr(watchdog, "REMOVED_LOOKS", 1)
+    store_id(bench.store)
+    bench.publish()
+    bench.finish(1)
+    bench.another()
+    bench.look(on=True)
+    assert set(bench.ttls(bench.batch_id)) == {-1}
+    (bench.store.root / "batches" / bench.batch_id).rename(bench.store.root / "aside")
+    return bench
+
+
+@ON_AND_OFF
+def test_the_keys_of_a_batch_that_was_removed_by_hand_expire(
+    removed: Bench, on: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Off: they stay, and an autoscaler keeps workers for them."""
+    (other,) = removed.store.names(layout.BATCHES)
+
+    removed.look(on)
+
+    found = removed.ttls(removed.batch_id)
+    assert len(found) >= 2
+    assert all(0 < ttl_s <= keys.CLOSED_TTL_S for ttl_s in found) is on
+    assert set(removed.ttls(other)) == {-1}
+    assert caplog.text.count(f"{removed.batch_id} was removed") == (1 if on else 0)
+
+
+def test_what_is_absent_once_may_be_there_the_next_time(removed: Bench) -> None:
+    removed.watchdog.look()
+
+    assert set(removed.ttls(removed.batch_id)) == {-1}
+
+
+@pytest.mark.parametrize("outage", ["no mark", "another mark", "no batches", "an error"])
+def test_a_store_that_is_not_all_there_is_no_witness(
+    removed: Bench, outage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = removed.store.root
+    if outage == "no mark":
+        (root / layout.STORE_ID).unlink()
+    elif outage == "another mark":
+        removed.watchdog._beat = replace(removed.watchdog._beat, store_id=store_id(removed.store))
+        (root / layout.STORE_ID).write_text("another")
+    elif outage == "no batches":
+        (root / layout.BATCHES).rename(root / "unmounted")
+    else:
+        monkeypatch.setattr("os.listdir", fail)
+
+    for _ in range(LOOKS):
+        with suppress(StoreUnavailableError):
+            removed.watchdog.look()
+
+    assert set(removed.ttls(removed.batch_id)) == {-1}
+
+
+def fail(_path: object) -> list[str]:
+    raise OSError(errno.ESTALE, "Stale file handle")
+
+
+def test_a_batch_that_comes_back_is_kept(removed: Bench) -> None:
+    removed.look(on=True)
+    (removed.store.root / "aside").rename(removed.store.root / "batches" / removed.batch_id)
+
+    removed.look(on=True)
+
+    assert set(removed.ttls(removed.batch_id)) == {-1}
+    assert removed.ledger.missing(removed.batch_id, 1, 0, range(3)) == {0, 2}
