@@ -49,6 +49,9 @@ class DestinationError(UsageError):
 class OutputFailedError(FleetError):
     """The output file can no longer be written; the rows are safe in the batch."""
 
+    #: Not that of an outage, after which a supervisor tries again: once its batch is closed, a file is a new one.
+    exit_code = 5
+
 
 class BrokerUnavailableError(FleetError):
     """The broker cannot be reached."""

@@ -129,7 +129,7 @@ def _add_submit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="run a file of requests and write its rows",
         description="Validate a file of requests, submit it as a batch, wait, and write one row per request in the "
         "input's order. Exit: 0 every row succeeded, 1 error, 2 refused, 3 some rows failed, 4 the batch did not "
-        "complete, 130 interrupted.",
+        "complete, 5 the output failed and the rows are kept, 130 interrupted.",
     )
     _add_input(submit)
     submit.add_argument(

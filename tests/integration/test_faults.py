@@ -85,7 +85,7 @@ def test_an_output_that_stdin_is_read_from_is_refused(workplace: Workplace) -> N
 
 
 def test_an_output_that_is_removed_while_it_grows_is_not_called_written(workplace: Workplace) -> None:
-    """Exit 1, and how to get the rows."""
+    """Its own exit code, and how to get the rows."""
     source = workplace.write(
         "in.jsonl", [*chat_lines(16), *(chat_line(f"s{k}", "s", echo={"latency_s": 3}) for k in range(4))]
     )
@@ -96,7 +96,7 @@ def test_an_output_that_is_removed_while_it_grows_is_not_called_written(workplac
     output.unlink()
     result = producer.wait(60)
 
-    assert result.code == 1
+    assert result.code == 5
     assert "was removed or replaced" in result.stderr
     assert "producer fetch --local" in result.stderr
 

@@ -72,7 +72,7 @@ def test_O07_an_upload_that_fails_after_the_work_keeps_the_output(shared_fleet: 
     with RawServer(lambda exchange: exchange.answer(403)) as server:
         run = shared_fleet.producer("submit", str(source), "-o", f"{server.url}/out?{SECRET}", "--json")
 
-    assert run.code == 1, run.stderr
+    assert run.code == 5, run.stderr
     assert run.stdout == b""
     assert "the server answered 403" in run.stderr
     batch_id = run.stderr.partition(":")[0]

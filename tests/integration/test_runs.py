@@ -206,7 +206,7 @@ def test_a_producer_that_slept_does_not_put_older_rows_in_place(fleet: FleetServ
     sleeper.send(signal.SIGCONT)
 
     run = sleeper.wait(30)
-    assert run.code == 1, run.stderr
+    assert run.code == 5, run.stderr
     assert "run 3 is newer" in run.stderr
     assert f"producer fetch {batch_id}" in run.stderr
     assert_complete(MIXED, (fleet.folder / "in.out.jsonl").read_bytes())
