@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from workers.engine.vllm import VllmEngine
 
 
-#: The replay cases that only a real model refuses or answers as `tests/cases` says; the echo engine has no opinion.
-REAL_MODEL_FILES = frozenset(f"I{number}.jsonl" for number in (15, 19, 20, 22, 24, 25, 28, 29, 30, 40))
-
-
 class LoopThread:
     """An event loop on a thread of its own."""
 

@@ -81,16 +81,16 @@ def make_folder(folder: Path, convert: Callable[[Path], None]) -> bool:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def main() -> None:
-    """Make the folder and print one line that names it."""
+def main(model: str, convert: Callable[[Path], None]) -> None:
+    """Make the folder that the command names, and print one line that says so."""
     match sys.argv[1:]:
         case [name] if not name.startswith("-"):
             folder = Path(name).absolute()
         case _:
-            raise SystemExit("usage: prepare_model.py FOLDER")
-    made = make_folder(folder, lambda target: convert(find_gguf(), target))
-    print(f"SmolLM2-135M-Instruct {'written to' if made else 'is already in'} {folder}")
+            raise SystemExit(f"usage: {Path(sys.argv[0]).name} FOLDER")
+    made = make_folder(folder, convert)
+    print(f"{model} {'written to' if made else 'is already in'} {folder}")
 
 
 if __name__ == "__main__":
-    main()
+    main("SmolLM2-135M-Instruct", lambda target: convert(find_gguf(), target))

