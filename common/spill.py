@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from typing import IO, TYPE_CHECKING
 
 from common import layout
+from common.errors import ObjectMissingError
 from common.ledger import SPILLED
 
 if TYPE_CHECKING:
@@ -51,12 +52,15 @@ def spill_shard(store: ObjectStore, ledger: Ledger, run: Run, shard: Shard) -> i
         return 0
     number = max(numbers, default=0) + 1
     digests: list[tuple[int, str]] = []
-    with store.writing(layout.spill(run.batch_id, run.number, shard.number, number)) as out:
-        rows = ledger.rows(run.batch_id, run.number, shard.number, shard.indexes)
-        for index, row in zip(shard.indexes, rows, strict=True):
-            if row is not None and row != SPILLED:
-                out.write(b"%d %s\n" % (index, row))
-                digests.append((index, hashlib.sha1(row, usedforsecurity=False).hexdigest()))
+    try:
+        with store.writing(layout.spill(run.batch_id, run.number, shard.number, number)) as out:
+            rows = ledger.rows(run.batch_id, run.number, shard.number, shard.indexes)
+            for index, row in zip(shard.indexes, rows, strict=True):
+                if row is not None and row != SPILLED:
+                    out.write(b"%d %s\n" % (index, row))
+                    digests.append((index, hashlib.sha1(row, usedforsecurity=False).hexdigest()))
+    except ObjectMissingError:
+        return 0  # the folder was removed while it was written: the run has closed
     if not out.created:
         return 0  # somebody else spills this shard
     if store.exists(layout.end(run.batch_id, run.number)):

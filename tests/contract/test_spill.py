@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -20,6 +20,7 @@ from workers.aggregate import Aggregator
 from workers.watchdog import SPILL_ROWS, Watchdog
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -197,6 +198,24 @@ def test_a_spill_that_comes_after_the_end_does_not_stay(batch: Spilling, monkeyp
         return writing(name, replace=replace)
 
     monkeypatch.setattr(batch.store, "writing", late)
+
+    assert batch.spill() == 0
+
+    assert spills(batch) == []
+
+
+def test_a_run_that_closes_while_a_spill_is_written_is_no_fault(
+    batch: Spilling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch.record(1, 2)
+    rows = batch.ledger.rows
+
+    def late(*at: Any) -> Iterator[bytes | None]:
+        found = list(rows(*at))
+        finish(batch)
+        return iter(found)
+
+    monkeypatch.setattr(batch.ledger, "rows", late)
 
     assert batch.spill() == 0
 
