@@ -1,6 +1,6 @@
 """Python's garbage collector in a process that lives long and allocates much.
 
-Owns: `settle`. Must not know: what the process does.
+Owns: `settle` and `collect`. Must not know: what the process does.
 On failure: nothing here can fail.
 """
 
@@ -22,3 +22,9 @@ def settle() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)
+
+
+def collect() -> None:
+    """Collect everything that can be, also of what `settle` exempted."""
+    gc.unfreeze()
+    gc.collect()

@@ -22,6 +22,7 @@ from kombu.utils.json import dumps
 from pydantic_core import to_json
 
 from common import broker
+from common.settings import MAX_PACK_SIZE
 from common.tracing import TRACEPARENT
 from common.transport import REQUESTS
 
@@ -95,7 +96,8 @@ class RequestMessages:
             "body": dumps(task.body),
             "content-encoding": "utf-8",
             "content-type": "application/json",
-            "headers": {**task.headers, REQUESTS: _hole("requests")} if more else task.headers,
+            # First, where the transport looks for it.
+            "headers": {REQUESTS: _hole("requests"), **task.headers} if more else task.headers,
             "properties": {
                 "correlation_id": _hole("id"),
                 "reply_to": self._app.thread_oid,
@@ -139,9 +141,9 @@ def indexes_repr(first: int, count: int) -> str:
 
 
 def read_indexes(shown: str) -> range:
-    """What `indexes_repr` wrote."""
+    """What `indexes_repr` wrote. No more than a message may carry: Redis is open to more than the fleet."""
     first, _, last = shown.partition("-")
-    return range(int(first), int(last or first) + 1)
+    return range(int(first), min(int(last or first), int(first) + MAX_PACK_SIZE - 1) + 1)
 
 
 def _quoted(text: str) -> str:

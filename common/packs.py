@@ -41,12 +41,14 @@ PACK_SHARE = 4
 def pack_sizes(workers: Iterable[WorkerBeat], most: int) -> dict[str, int]:
     """How many requests a message may carry, by queue; at most `most`, and 1 for a queue that is not named.
 
-    By the slowest worker that serves a queue, and the one with the least in flight.
+    By the slowest worker that serves a queue, and the one with the least in flight. One that has measured nothing yet
+    may be slow, or too old to know packs.
     """
     sizes: dict[str, int] = {}
     for worker in workers:
-        if worker.engine and worker.state == "ready" and worker.request_s:
-            size = max(1, min(most, int(PACK_S / worker.request_s), worker.inflight // PACK_SHARE))
+        if worker.engine and worker.state == "ready":
+            in_time = int(PACK_S / worker.request_s) if worker.request_s else 1
+            size = max(1, min(most, in_time, worker.inflight // PACK_SHARE))
             sizes[worker.queue] = min(size, sizes.get(worker.queue, size))
     return sizes
 
@@ -61,7 +63,7 @@ def pack(
     queue, first, claims, size = "", 0, [], 0  # type: tuple[str, int, list[Claim], int]
     for at, index, claim in requests:
         room = sizes.get(at, 1)
-        bytes_ = len(claim) if room > 1 and isinstance(claim, str) and _is_short(claim) else PACK_BYTES
+        bytes_ = len(claim.encode()) if room > 1 and isinstance(claim, str) and _is_short(claim) else PACK_BYTES
         if (
             claims
             and at == queue

@@ -17,6 +17,9 @@ from common.errors import UsageError
 #: Largest shard: a part is sealed in one go, and a chord's body message carries one receipt per request.
 MAX_SHARD_SIZE = 1000
 
+#: Most requests of one message.
+MAX_PACK_SIZE = 64
+
 #: Shortest lease: below it a busy machine loses deliveries that are alive.
 MIN_LEASE_S = 10.0
 DEFAULT_LEASE_S = 30.0
@@ -45,7 +48,7 @@ class FleetSettings(BaseSettings):
     window: int = Field(default=16_384, ge=1)
     #: Most requests that a message may carry, of endpoints that do not generate and when they take a worker a few
     #: milliseconds; 1 for a message each. Producers and aggregators.
-    pack_size: int = Field(default=16, ge=1, le=64)
+    pack_size: int = Field(default=16, ge=1, le=MAX_PACK_SIZE)
     #: Queues of models, `MODEL=QUEUE,…`; a model that is not named goes to the queue `gpu`. Producers and aggregators.
     routes: str = ""
     #: Seconds for which a delivery is its worker's, renewed several times while the worker lives; at least 10. A chord

@@ -96,20 +96,29 @@ redis.call('HDEL', KEYS[1], unpack(ARGV))
 redis.call('ZREM', KEYS[2], unpack(ARGV))
 """
 
-#: KEYS queue, unacked, index; ARGV most, prefix of the tags, end of the entries. Returns messages, the oldest first.
-#: They are taken when they are noted, so none is lost in between. A short queue is shared out: a quarter at a time.
+#: How a message looks that carries several requests, and no other one: in its body quotes are escaped.
+_SEVERAL = f'"headers": {{"{REQUESTS}": '
+
+#: KEYS queue, unacked, index; ARGV most messages, room, prefix of the tags, end of the entries. Returns messages, the
+#: oldest first, until the room in requests is used up; the last one may take more. They are taken when they are noted,
+#: so none is lost in between. A short queue is shared out: a quarter at a time.
 _TAKE = f"""{_NOW}
 local length = redis.call('LLEN', KEYS[1])
 local count = math.min(tonumber(ARGV[1]), math.ceil(length / 4))
 if count < 1 then return {{}} end
-local taken = {{}}
-for place, message in ipairs(redis.call('LRANGE', KEYS[1], -count, -1)) do
-  local number = count - place + 1
-  redis.call('HSET', KEYS[2], ARGV[2] .. number, '[' .. message .. ARGV[3])
-  redis.call('ZADD', KEYS[3], now, ARGV[2] .. number)
+local taken, room = {{}}, tonumber(ARGV[2])
+local waiting = redis.call('LRANGE', KEYS[1], -count, -1)
+for place = count, 1, -1 do
+  local message = waiting[place]
+  local number = #taken + 1
+  redis.call('HSET', KEYS[2], ARGV[3] .. number, '[' .. message .. ARGV[4])
+  redis.call('ZADD', KEYS[3], now, ARGV[3] .. number)
   taken[number] = message
+  local _, header = string.find(message, '{_SEVERAL}', 1, true)
+  room = room - (header and tonumber(string.match(message, '^%d+', header + 1)) or 1)
+  if room <= 0 then break end
 end
-redis.call('LTRIM', KEYS[1], 0, -count - 1)
+redis.call('LTRIM', KEYS[1], 0, -#taken - 1)
 return taken
 """
 
@@ -184,8 +193,8 @@ class Leases:
         self.dropped: Callable[[], Iterable[Any]] = tuple
         self._lock = threading.Lock()
         self._held: dict[str, _Held] = {}
-        #: Requests in hand beside the first one of each delivery, and how many a delivery carries at most lately.
-        self.packed, self.heaviest = 0, 1
+        #: Requests in hand beside the first one of each delivery.
+        self.packed = 0
         #: Held, but received on a channel that was closed since.
         self._detached: set[str] = set()
         self._acks: list[str] = []
@@ -235,13 +244,15 @@ class Leases:
 
     # -- what becomes of a delivery -----------------------------------------------------------------------------------
 
-    def take(self, client: Any, queue_key: str, queue: str, most: int) -> list[tuple[str, bytes]]:
-        """Take up to `most` messages of a queue, noted as ours already: their tags, and they. Raises redis-py's errors.
+    def take(self, client: Any, queue_key: str, queue: str, room: int) -> list[tuple[str, bytes]]:
+        """Take messages of a queue for so many requests, noted as ours already: their tags, and they.
+
+        Raises redis-py's errors.
 
         If the answer is lost on its way they come back after a lease.
         """
         prefix = f"{uuid.uuid4()}-"
-        args: list[Any] = [most, prefix, f',"",{dumps(queue)}]']
+        args: list[Any] = [min(room, TAKE_SLICE), room, prefix, f',"",{dumps(queue)}]']
         taken = self._take_more(keys=[queue_key, *self._keys], args=args, client=client)
         return [(f"{prefix}{number}", message) for number, message in enumerate(taken, start=1)]
 
@@ -255,7 +266,6 @@ class Leases:
         with self._lock:
             self._held[tag] = held
             self.packed += requests - 1
-            self.heaviest = max(requests, self.heaviest - 1)
             if self._thread is None or not self._thread.is_alive():
                 self._stop.clear()
                 self._renew_at = monotonic() + self._lease_s / RENEWALS
@@ -527,10 +537,12 @@ class QoS(stock.QoS):  # type: ignore[misc]  # kombu has no types
         self._leases.hold(self.channel._create_client(), delivery_tag, message, entry)  # noqa: SLF001
         virtual.QoS.append(self, message, delivery_tag)
 
-    def take(self, queue: str, most: int) -> list[tuple[str, bytes]]:
-        """Take messages of a queue, of the highest priority alone: their tags, and they."""
-        channel = self.channel
-        return self._leases.take(channel._create_client(), channel._q_for_pri(queue, 0), queue, most)  # noqa: SLF001
+    def take(self, queue: str) -> list[tuple[str, bytes]]:
+        """Take messages of a queue while there is room, of the highest priority alone: their tags, and they."""
+        channel, room = self.channel, self.room
+        if room <= 0:
+            return []
+        return self._leases.take(channel._create_client(), channel._q_for_pri(queue, 0), queue, room)  # noqa: SLF001
 
     def ack(self, delivery_tag: str) -> None:
         """Acknowledge; the broker hears of it within 10 ms, or when it is back."""
@@ -635,15 +647,12 @@ class Channel(stock.Channel):  # type: ignore[misc]  # kombu has no types
         """
         answer = super()._brpop_read(**options)
         for queue in self.work_queues:
-            # What comes is mostly like what came last.
-            most = min(self.qos.room // self.connection.leases.heaviest, TAKE_SLICE)
-            if most > 0:
-                self._take(queue, most)
+            self._take(queue)
         return answer
 
-    def _take(self, queue: str, most: int) -> None:
+    def _take(self, queue: str) -> None:
         try:
-            taken = self.qos.take(queue, most)
+            taken = self.qos.take(queue)
         except _AWAY as exc:
             # The next wait for a message will notice it too, and Celery then connects again.
             logger.debug("nothing more taken from %s: %s", queue, type(exc).__name__)

@@ -225,7 +225,7 @@ class TaskPool(BasePool):  # type: ignore[misc]  # Celery has no types
         published_s = request.get(PUBLISHED_S)
         self.host.observer.taken(
             redelivered=bool((context.delivery_info or {}).get("redelivered")),
-            waited_s=None if published_s is None else time.time() - published_s,
+            waited_s=time.time() - published_s if isinstance(published_s, (int, float)) else None,
         )
         traced = request.get(TRACEPARENT, "")
         current_delivery.set(Delivery(self.host, tag, chorded=bool(context.chord), traceparent=traced))
@@ -235,6 +235,7 @@ class TaskPool(BasePool):  # type: ignore[misc]  # Celery has no types
             receipt = await run.task.run(*positional, **keywords)
         except Parked:
             Transport.leases.park(tag)
+            self.host.observer.parked()
             # Celery only frees the slot now: what is parked is not ours to acknowledge any more.
             if run.callback is not None:
                 await self.host.loop.run_in_executor(self._finishers, run.callback, (False, None, 0.0))

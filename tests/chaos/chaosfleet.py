@@ -165,7 +165,7 @@ class ChaosFleet(FleetServers):
         """
         self.wait_closed(self.submit([embedding_line(f"warm{n}", f"text {n}") for n in range(64)]))
         wait_until(
-            lambda: any(beat.request_s for worker in workers for beat in self.beats(worker)), START_S, "it is measured"
+            lambda: all(beat.request_s for worker in workers for beat in self.beats(worker)), START_S, "it is measured"
         )
 
     def two_workers(self, inflight: int = 16, **environment: str) -> tuple[Process, Process]:

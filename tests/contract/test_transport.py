@@ -358,6 +358,36 @@ def test_the_window_counts_requests(broker: Server, holders: Callable[..., Holde
     assert holder.channel.qos.room == 0
 
 
+def test_a_take_stops_where_the_window_is_full(broker: Server, holders: Callable[..., Holder]) -> None:
+    """Behind messages of one request each come some of several: at most the last one goes over."""
+    holder = holders(prefetch=12)
+    holder.send(*range(10))
+    holder.send(*range(10, 40), **{REQUESTS: 4})
+
+    holder.drain(0.5)
+    assert [int(message.body) for message in holder.got] == list(range(11))
+    for message in holder.got[:10]:
+        message.ack()
+    wait_until(lambda: len(holder.leases) == 1, 5, "they are acknowledged")
+    holder.drain(0.5)
+
+    assert [int(message.body) for message in holder.got[10:]] == [10, 11, 12]
+
+
+def test_a_prompt_does_not_say_how_many_requests_a_message_carries(
+    broker: Server, holders: Callable[..., Holder]
+) -> None:
+    holder = holders(prefetch=12)
+    with Producer(holder.channel) as producer:
+        for _ in range(20):
+            text = '"headers": {"requests": 64, \\"headers\\": {"requests": 64'
+            producer.publish({"text": text}, routing_key="q", serializer="json")
+
+    holder.drain(0.5)
+
+    assert len(holder.got) == 12
+
+
 def test_a_message_that_says_nonsense_carries_one_request(broker: Server, holders: Callable[..., Holder]) -> None:
     holder = holders(prefetch=3)
     for said in (-1, 0, "4", None, True, 2.5):
@@ -386,7 +416,7 @@ def test_a_short_queue_is_shared_out(broker: Server, holders: Callable[..., Hold
     """Who comes first takes a quarter, so that no worker idles beside one that took everything."""
     holder = holders()
     holder.send(*range(8))
-    taken = holder.channel.qos.take("q", 64)
+    taken = holder.channel.qos.take("q")
     assert [int(json.loads(message)["body"]) for _, message in taken] == [0, 1]
     assert broker.unacked() == 2
 
@@ -395,7 +425,7 @@ def test_what_was_taken_and_never_delivered_comes_back(broker: Server, holders: 
     """The taker died between: stock kombu loses a message that it has popped and not noted."""
     holder = holders()
     holder.send(*range(4))
-    assert len(holder.channel.qos.take("q", 64)) == 1
+    assert len(holder.channel.qos.take("q")) == 1
     holder.connection.transport.cycle.close()
     other = holders()
     other.take(1, 2, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from typing import TYPE_CHECKING
@@ -229,6 +230,22 @@ def test_celerys_own_command_starts_the_same_worker(fleet: FleetServers, pool: t
     assert_completes(fleet, batch_id, lines)
     assert psutil.Process(worker.pid).children() == []
     assert worker.stop().code == 0
+
+
+def test_a_message_whose_headers_are_nonsense_is_run_like_any_other(fleet: FleetServers) -> None:
+    """Redis is open to more than the fleet; a message that is neither answered nor handed back would stay for ever."""
+    lines = chat_lines(4)
+    batch_id = detach(fleet, lines)
+    for wrong in ("x", None, [], {"a": 1}):
+        message = json.loads(fleet.client.rpop("gpu"))
+        message["headers"] |= dict.fromkeys(("published_s", "requests", "traceparent"), wrong)
+        fleet.client.lpush("gpu", json.dumps(message))
+
+    fleet.aggregator()
+    fleet.worker()
+
+    assert_completes(fleet, batch_id, lines)
+    wait_until(lambda: fleet.taken() == 0, 10, "all are acknowledged")
 
 
 #: A worker whose collector never looks; at its end it says what there was to collect.

@@ -10,6 +10,7 @@ import pytest
 from common.ledger import WorkerBeat
 from common.messages import indexes_repr, read_indexes
 from common.packs import PACK_BYTES, PACK_S, pack, pack_sizes
+from common.settings import MAX_PACK_SIZE
 from workers.engine.pace import Pace
 
 if TYPE_CHECKING:
@@ -87,9 +88,9 @@ def test_a_queue_that_is_not_named_gets_a_message_for_each() -> None:
 
 
 def test_a_packs_bytes_are_limited() -> None:
-    text = "x" * (PACK_BYTES // 3)
-
-    assert [count for _, _, count in packed(*(("gpu", n, line(text=text)) for n in range(4)))] == [2, 2]
+    for text in ("x" * (PACK_BYTES // 3), "\u8a9e" * (PACK_BYTES // 9)):
+        each = json.dumps({"url": "/v1/embeddings", "body": {"input": text}}, ensure_ascii=False)
+        assert [count for _, _, count in packed(*(("gpu", n, each) for n in range(4)))] == [2, 2]
 
 
 def test_a_pack_takes_no_more_than_its_time() -> None:
@@ -105,7 +106,10 @@ def test_the_slowest_worker_of_a_queue_decides() -> None:
 
 
 def test_nothing_is_packed_before_anything_was_measured() -> None:
-    assert pack_sizes([beat(0.0), beat(0.001, state="loading")], 16) == {}
+    """One that says nothing may be slow, or older than packs."""
+    assert pack_sizes([beat(0.0), beat(0.001, state="loading")], 16) == {"gpu": 1}
+    assert pack_sizes([beat(0.0), beat(0.001)], 16) == {"gpu": 1}
+    assert pack_sizes([], 16) == {}
 
 
 def test_a_pack_leaves_most_of_a_workers_slots_to_others() -> None:
@@ -117,6 +121,10 @@ def test_a_pack_leaves_most_of_a_workers_slots_to_others() -> None:
 def test_a_messages_requests_are_shown_by_their_indexes(first: int, count: int, shown: str) -> None:
     assert indexes_repr(first, count) == shown
     assert list(read_indexes(shown)) == list(range(first, first + count))
+
+
+def test_no_message_names_more_requests_than_it_may_carry() -> None:
+    assert len(read_indexes("0-99999999999")) == MAX_PACK_SIZE
 
 
 def test_a_pace_is_what_one_request_takes_of_the_engine() -> None:

@@ -285,6 +285,7 @@ class EngineHost:
         self._recent = set()
         free = self.inflight - self.on_engine
         if free <= 0 or self._state != "ready":
+            self._recent = runs
             return
         try:
             waiting, unpublished = await self.loop.run_in_executor(
@@ -475,7 +476,6 @@ class EngineHost:
                 if begun.verdict is Verdict.SUSPECT:
                     strikes = begun.strikes  # it waits for its turn, without a mark: it must not be struck meanwhile
                 else:
-                    self.observer.parked()
                     raise Parked
             if reply.failure is None or not reply.failure.retryable or not tries_left:
                 break
@@ -517,6 +517,7 @@ class EngineHost:
     async def _run_on_engine(self, request: Request) -> Reply:
         started, reply = time.monotonic(), None
         self.on_engine += 1
+        beside = self.on_engine
         try:
             with tracing.child("engine"):
                 reply = await self.engine.run(request)
@@ -524,7 +525,8 @@ class EngineHost:
         finally:
             seconds = time.monotonic() - started
             if reply is not None:
-                self._pace.note(seconds, beside=self.on_engine)
+                # Of both, for at a batch's end the last ones finish alone that ran beside many.
+                self._pace.note(seconds, beside=max(beside, self.on_engine))
             self.on_engine -= 1
             self.observer.called(request.line, seconds, reply)
 

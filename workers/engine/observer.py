@@ -41,7 +41,7 @@ class Observer(Protocol):
         """So much of the engine's time went unused, while there was something for it to do or was not."""
 
     def handed_back(self) -> None:
-        """A delivery goes back to its queue."""
+        """A request goes back to its queue."""
 
     def draining(self, *, dead: bool) -> None:
         """The worker stops, because its engine is dead or because it was told to."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import tempfile
@@ -19,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common import tracing
+from common import garbage, tracing
 from common.errors import EngineDeadError, EngineStartError
 from workers.engine import tie
 from workers.engine.download import Downloader
@@ -136,7 +135,7 @@ class VllmEngine:
                 log.warning("vLLM did not close cleanly: %s", type(exc).__name__)
         finally:
             self._serving = None
-            gc.collect()  # vLLM's engine client is part of cycles; see `start` for what it does at the exit
+            garbage.collect()  # vLLM's engine client is part of cycles; see `start` for what it does at the exit
 
 
 def _refuse_stopped(ready: asyncio.Future[None]) -> None:

@@ -1,0 +1,102 @@
+"""What an engine host measures, without Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from common.ledger import Address
+from workers.engine import Reply, Request
+from workers.engine.host import EngineHost, _InHand
+from workers.engine.observer import Unobserved
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from common.ledger import Ledger
+    from workers.engine import Engine
+
+MANY = 200
+EACH_S = 0.002
+
+
+class OneByOne:
+    """Takes what comes at once, and ends one every 2 ms."""
+
+    name = "echo"
+    models = ("m",)
+    default_inflight = MANY
+
+    async def run(self, request: Request) -> Reply:
+        await asyncio.sleep(EACH_S * (1 + int(request.line)))
+        return Reply(b"{}")
+
+
+class Told(Unobserved):
+    """Remembers what it is told of idle engines."""
+
+    def __init__(self) -> None:
+        self.backlog: list[bool] = []
+
+    def idle(self, seconds: float, *, backlog: bool) -> None:
+        self.backlog.append(backlog)
+
+
+class Published:
+    """A ledger whose queues are empty; only some runs are published in full."""
+
+    begin = record = None
+
+    def __init__(self, *unpublished: tuple[str, int]) -> None:
+        self._unpublished = set(unpublished)
+
+    def backlog(self, _: str, runs: set[tuple[str, int]]) -> tuple[int, set[tuple[str, int]]]:
+        return 0, runs & self._unpublished
+
+
+@contextlib.contextmanager
+def made(ledger: object, observer: Any = None) -> Iterator[EngineHost]:
+    """A host on its loop, which is not started."""
+    host = EngineHost(
+        cast("Engine", OneByOne()), cast("Ledger", ledger), worker_id="w", queue="gpu", max_inflight=0,
+        on_death=lambda: None, notify=lambda kind, at: None, observer=observer,
+    )  # fmt: skip
+    try:
+        yield host
+    finally:
+        host.executor.shutdown()
+        host.loop.close()
+
+
+def test_the_last_requests_of_a_batch_do_not_look_slow() -> None:
+    """They end alone, but ran beside all others: by it the next batch's messages are packed."""
+
+    async def run(host: EngineHost) -> None:
+        await asyncio.gather(*(host._run_on_engine(Request(str(number))) for number in range(MANY)))
+
+    with made(Published()) as host:
+        host.loop.run_until_complete(run(host))
+
+        assert host._pace.request_s == pytest.approx(EACH_S, rel=0.6)
+
+
+def test_a_run_that_waits_for_its_next_shards_is_not_forgotten_while_another_fills_the_engine() -> None:
+    told = Told()
+    waiting = ("batch_a", 1)
+    with made(Published(waiting), told) as host:
+        host._state = "ready"
+        host._recent.add(waiting)
+        host._in_hand["b", 0] = _InHand(Address("batch_b", 1, 0, 0), cast("Any", SimpleNamespace()))
+        host.on_engine = MANY
+        host.loop.run_until_complete(host._tell_idle(1.0))
+        assert told.backlog == []
+
+        host._in_hand.clear()
+        host.on_engine = 0
+        host.loop.run_until_complete(host._tell_idle(1.0))
+
+    assert told.backlog == [True]
