@@ -64,6 +64,7 @@ bench: $(VENV)/.cpu $(VENV)/.dev $(MODEL)/config.json $(VENV)/.test-models
 	$(BIN)/python -m tests.bench.publishing
 	$(BIN)/python -m tests.bench.worker
 	$(BIN)/python -m tests.bench.worker --only fleet --latency-s 0
+	$(BIN)/python -m tests.bench.worker --packs 16 --latency-s 0
 	$(BIN)/python -m tests.bench.waiting
 	$(BIN)/python -m tests.bench.scaling
 	$(BIN)/python -m tests.bench.scaling --tail
