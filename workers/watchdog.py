@@ -239,6 +239,7 @@ class Watchdog:
         self._looks += 1
         self._closed -= self._ledger.reopened()
         names = [self._only_batch] if self._only_batch else self._store.names(layout.BATCHES)
+        bare: set[str] = set()
         for batch_id in names:
             if self._stopping.is_set():
                 return
@@ -249,7 +250,7 @@ class Watchdog:
             try:
                 self._look_at(batch_id)
             except NoSuchBatchError:
-                continue  # it is being submitted
+                bare.add(batch_id)  # it is being submitted, or was removed
             except (StoreUnavailableError, redis.RedisError, OperationalError):
                 raise
             except Exception as exc:
@@ -257,17 +258,18 @@ class Watchdog:
                 logger.debug("%s", batch_id, exc_info=True)
 
         if self._looks % REMOVED_LOOKS == 0 and not self._only_batch:
-            self._let_removed_expire()
+            self._let_removed_expire(bare)
 
-    def _let_removed_expire(self) -> None:
+    def _let_removed_expire(self, bare: set[str]) -> None:
         """Let the keys go of batches that somebody removed from the store by hand while they were open.
 
         Nobody would close them, and they would count as work to do for ever. A store that is away raises; one that has
         not its own mark, or no batch at all, is no witness, since it may be a folder with nothing mounted on it. What
         is absent at two looks in a row was removed; should it come back within the TTL, `keep_open` takes that off.
+        So was what is there without its manifest (`bare`): while workers ran it, parts were written once more.
         """
-        known = self._ledger.batches()  # first: a batch is in the store before it is in Redis
-        there = set(self._store.names(layout.BATCHES))
+        known = self._ledger.batches()  # first: a manifest is in the store before its batch is in Redis
+        there = set(self._store.names(layout.BATCHES)) - bare
         absent = known - there if there and self._is_itself() else set()
         for batch_id in absent & self._absent:
             if not self._store.exists(layout.manifest(batch_id)) and (count := self._ledger.let_expire(batch_id)):

@@ -247,6 +247,18 @@ def test_the_keys_of_a_batch_that_was_removed_by_hand_expire(
     assert caplog.text.count(f"{removed.batch_id} was removed") == (1 if on else 0)
 
 
+def test_a_part_that_is_written_after_the_removal_does_not_bring_a_batch_back(removed: Bench) -> None:
+    """Workers ran it, and an aggregator that had it in memory sealed a shard."""
+    with removed.store.writing(layout.part(removed.batch_id, 1, 0)) as part:
+        part.write(b"{}\n" * 3)
+
+    removed.look(on=True)
+
+    found = removed.ttls(removed.batch_id)
+    assert len(found) >= 2
+    assert all(ttl_s > 0 for ttl_s in found)
+
+
 def test_what_is_absent_once_may_be_there_the_next_time(removed: Bench) -> None:
     removed.watchdog.look()
 
