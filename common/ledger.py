@@ -194,6 +194,7 @@ class Ledger:
         self._unspill = Script(client, scripts.UNSPILL)
         self._set_ending = Script(client, scripts.SET_ENDING)
         self._close = Script(client, scripts.CLOSE)
+        self._keep_open = Script(client, scripts.KEEP_OPEN)
 
     # -- one request ------------------------------------------------------------------------------------------------
 
@@ -462,26 +463,29 @@ class Ledger:
         return {int(index) for index, mark in marks.items() if mark.decode().rpartition("/")[0] in alive}
 
     def keep_open(self, batch_id: str, run: int, shards: Iterable[int]) -> None:
-        """Take a TTL off the keys of an open run, whoever gave them one."""
-        with self._client.pipeline(transaction=False) as pipe:
-            pipe.persist(keys.head(batch_id, run))
-            pipe.persist(keys.sealed(batch_id, run))
-            for shard in shards:
-                for key in (keys.rows, keys.marks, keys.calls, keys.strikes):
-                    pipe.persist(key(batch_id, run, shard))
-            pipe.execute()
+        """Take a TTL off the keys of these shards of an open run, whoever gave them one.
+
+        Where its head has got one, as by `let_expire`, off those of all its shards: some that are not published yet may
+        have marks of spilled rows. A run that has closed meanwhile keeps its TTLs.
+        """
+        prefixes = [key(batch_id, run, 0)[:-1] for key in (keys.rows, keys.marks, keys.calls, keys.strikes)]
+        self._keep_open.call((keys.head(batch_id, run), keys.sealed(batch_id, run)), (*prefixes, *shards))
 
     def batches(self) -> set[str]:
         """Ids of the batches that have keys here."""
         return {key.decode().split(":")[1] for key in self._client.scan_iter(match=keys.BATCHES, count=1000)}
 
     def let_expire(self, batch_id: str) -> int:
-        """Give those of the batch's keys a TTL that have none; returns how many. `keep_open` takes it back."""
+        """Give those of the batch's keys a TTL that have none; returns how many. `keep_open` takes it back.
+
+        At once: a head tells `keep_open` whether the others have one too.
+        """
         found = list(self._client.scan_iter(match=keys.of_batch(batch_id), count=1000))
         with self._client.pipeline(transaction=False) as pipe:
             for key in found:
                 pipe.ttl(key)
             lasting = [key for key, ttl_s in zip(found, pipe.execute(), strict=True) if ttl_s == -1]
+        with self._client.pipeline(transaction=True) as pipe:
             for key in lasting:
                 pipe.expire(key, keys.CLOSED_TTL_S)
             pipe.execute()

@@ -143,6 +143,19 @@ end
 return 1
 """
 
+KEEP_OPEN = """#!lua flags=allow-oom
+local head, sealed = KEYS[1], KEYS[2]
+local run = redis.call('HMGET', head, 'closed', 'shards')
+if run[1] ~= '' then return 0 end
+local function persist(shard)
+    for i = 1, 4 do redis.call('PERSIST', ARGV[i] .. shard) end
+end
+for i = 5, #ARGV do persist(ARGV[i]) end
+if redis.call('PERSIST', head) + redis.call('PERSIST', sealed) > 0 then
+    for shard = 0, tonumber(run[2]) - 1 do persist(shard) end
+end
+return 1
+"""
 
 # Heartbeats and the watchdog's lock are a few small keys, and without them a full Redis would stay full.
 WATCH = """#!lua flags=allow-oom

@@ -476,6 +476,35 @@ def test_keys_of_an_open_run_lose_a_ttl_that_somebody_gave_them(
     assert {broker_server.client.ttl(key) for key in all_keys(broker_server, batch)} == {-1}
 
 
+def test_all_that_was_let_expire_is_kept_when_the_batch_comes_back(
+    ledger: Ledger, batch: str, broker_server: BrokerServer
+) -> None:
+    """Marks of spilled rows, too, of shards that are not published yet; not those of the run that has closed."""
+    restored(ledger, batch)
+    ledger.close(batch, 1, "completed")
+    ledger.restore(batch, 2, total=12, shards=3, step=5, spilled={0: [1], 2: [9, 10]})
+    assert ledger.let_expire(batch) == 3
+    assert all(broker_server.client.ttl(key) > 0 for key in all_keys(broker_server, batch))
+
+    ledger.keep_open(batch, 2, [0])
+
+    ttls = {key: broker_server.client.ttl(key) for key in all_keys(broker_server, batch)}
+    assert {key for key, ttl_s in ttls.items() if ttl_s == -1} == {
+        keys.head(batch, 2).encode(), keys.rows(batch, 2, 0).encode(), keys.rows(batch, 2, 2).encode(),
+    }  # fmt: skip
+    assert ttls[keys.head(batch, 1).encode()] > 0
+
+
+def test_a_run_that_closed_meanwhile_is_not_kept(ledger: Ledger, batch: str, broker_server: BrokerServer) -> None:
+    """Else its keys would stay for ever."""
+    restored(ledger, batch)
+    ledger.close(batch, 1, "completed")
+
+    ledger.keep_open(batch, 1, [0])
+
+    assert all(broker_server.client.ttl(key) > 0 for key in all_keys(broker_server, batch))
+
+
 def test_missing_are_the_indexes_without_a_row_and_no_row_is_read_for_it(
     ledger: Ledger, batch: str, broker_server: BrokerServer
 ) -> None:
