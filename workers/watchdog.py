@@ -14,6 +14,7 @@ What a look does for each open batch, found from the store, so that a Redis that
     Redis does not know it                         restore it
     a part exists that Redis does not know sealed   note it
     all shards sealed, no end                      assemble it
+    an end, and Redis knows it as open             clear up after it, and close it
     the window is not full                         feed it
     a shard stays open with many finished rows      spill them: Redis must not hold what a straggler keeps open
     a shard is full and not sealed, twice seen     seal it (its chord did not fire)
@@ -300,9 +301,13 @@ class Watchdog:
         run = newest_run(self._store, manifest)
         if read_end(self._store, batch_id, run.number) is None:
             self._look_after(run)
-        else:
-            self._closed.add(batch_id)
-            self._watched.pop((batch_id, run.number), None)
+            return
+        progress = self._ledger.progress(batch_id, run.number)
+        if progress is not None and not progress.closed:
+            # Whoever wrote the end, this watchdog perhaps, came no further; a message may never come again.
+            self._aggregator.assemble_batch(batch_id, run.number)
+        self._closed.add(batch_id)
+        self._watched.pop((batch_id, run.number), None)
 
     def _look_after(self, run: Run) -> None:
         batch_id, number = run.batch_id, run.number

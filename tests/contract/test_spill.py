@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from common import layout
+from common import keys, layout
 from common.batch import BatchStatus, first_run
-from common.errors import HoleError
+from common.errors import HoleError, StoreUnavailableError
 from common.ledger import Address, Claim, Ledger, Row, Verdict
 from common.routes import Routes
-from common.runs import restore, state_of, write_ending
+from common.runs import read_end, restore, state_of, write_ending
 from common.spill import shard_rows, spill_shard, spilled_rows
 from common.store import LocalStore
 from producer import control, intake
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 #: Enough for shards that hold more than `SPILL_ROWS`.
 COUNT = 1280
 
+#: Unix seconds, in no test's lifetime.
+EXPIRES_AT = 2**40
+
 
 def row(index: int, text: str = "text") -> bytes:
     body = f'{{"text":"{text}","usage":{{}}}}'
@@ -48,7 +51,8 @@ class Spilling:
         self.store = LocalStore(folder / "store")
         source = folder / "in.jsonl"
         source.write_text("".join(f"{line}\n" for line in chat_lines(COUNT)))
-        manifest = control.write_batch(self.store, intake.check("in", str(source)), digest="d", max_shard_size=1000)
+        checked = intake.check("in", str(source))
+        manifest = control.write_batch(self.store, checked, digest="d", max_shard_size=1000, expires_at=EXPIRES_AT)
         self.run: Run = first_run(manifest)
         assert self.run.shards[0].count == 40
         self.shard = self.run.shards[0]
@@ -235,6 +239,33 @@ def test_an_aggregator_that_dies_between_end_and_clearing_up_leaves_no_spill(
     batch.aggregator.assemble_batch(batch.run.batch_id, 1)  # its message comes again
 
     assert spills(batch) == []
+
+
+def test_the_watchdog_clears_up_after_an_end_of_its_own_that_the_store_cut_short(
+    batch: Spilling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch that expired: no message comes again."""
+    watchdog = Watchdog(None, batch.store, batch.ledger, batch.aggregator, lease_s=60, routes=Routes())  # type: ignore[arg-type]  # sends nothing
+    batch.record(1, 2)
+    batch.spill()
+    monkeypatch.setattr("workers.watchdog.now", lambda: EXPIRES_AT)
+    with monkeypatch.context() as away, pytest.raises(StoreUnavailableError):
+        away.setattr(batch.store, "remove", refuse)
+        watchdog.look()
+    assert read_end(batch.store, batch.run.batch_id, 1) is not None
+    assert spills(batch) == ["00000"]
+
+    watchdog.look()
+
+    assert spills(batch) == []
+    progress = batch.ledger.progress(batch.run.batch_id, 1)
+    assert progress is not None
+    assert progress.closed == BatchStatus.EXPIRED.value
+    assert batch.client.ttl(keys.head(batch.run.batch_id, 1)) > 0
+
+
+def refuse(_name: str) -> None:
+    raise StoreUnavailableError("the store refuses")
 
 
 def die(_name: str) -> None:
