@@ -3,9 +3,10 @@
     key                                type    holds
     fleet:<batch>:<run>:head           hash    the run in flight: total, shards, frontier, step, finished, failed,
                                                fail_after, inexact, closed, ending ("cancelled", "expired", "failed"
-                                               or ""); tokens prompt:<model> and completion:<model>; requests
-                                               published:<queue> and finished:<queue>. Written first by `restore`,
-                                               from the store; a script that finds none writes nothing.
+                                               or ""), store (the id of the one that it was restored from); tokens
+                                               prompt:<model> and completion:<model>; requests published:<queue> and
+                                               finished:<queue>. Written first by `restore`, from the store; a script
+                                               that finds none writes nothing.
     fleet:<batch>:<run>:sealed         set     numbers of the shards whose part exists
     fleet:<batch>:<run>:rows:<shard>   hash    index -> result row, of a shard that is not sealed yet
     fleet:<batch>:<run>:marks:<shard>  hash    index -> "worker/delivery" that is running it
@@ -30,9 +31,8 @@ LOAN_TTL_S = 60
 #: Seconds for which a closed batch's small keys stay, so that late deliveries learn that it is closed.
 CLOSED_TTL_S = 24 * 3600
 
-#: Pattern of all heads, and of all that batches have.
+#: Pattern of all heads.
 HEADS = "fleet:*:head"
-BATCHES = "fleet:batch_*"
 
 WORKERS = "fleet:workers"
 WATCHDOG = "fleet:watchdog"

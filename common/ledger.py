@@ -276,12 +276,13 @@ class Ledger:
         tokens: Mapping[str, tuple[int, int]] | None = None,
         fail_after: int | None = None,
         closed: str = "",
+        store: str = "",
     ) -> bool:
         """Write the head of a run from what the store knows. A head that exists stays, but for `bury`'s; False then.
 
         `step` is the number of finished requests after which a worker asks for a feed, `spilled` the indexes by shard
-        whose rows lie in the batch directory, `closed` the status of a run that has ended. Spilled ones are noted
-        first: once there is a head they may be begun.
+        whose rows lie in the batch directory, `closed` the status of a run that has ended, `store` the id of the store
+        that knows it. Spilled ones are noted first: once there is a head they may be begun.
         """
         if spilled:
             with self._client.pipeline(transaction=False) as pipe:
@@ -303,6 +304,7 @@ class Ledger:
             fail_after or "",
             closed,
             keys.CLOSED_TTL_S,
+            store,
             len(counted),
             *counted,
             *sealed,
@@ -471,9 +473,17 @@ class Ledger:
         prefixes = [key(batch_id, run, 0)[:-1] for key in (keys.rows, keys.marks, keys.calls, keys.strikes)]
         self._keep_open.call((keys.head(batch_id, run), keys.sealed(batch_id, run)), (*prefixes, *shards))
 
-    def batches(self) -> set[str]:
-        """Ids of the batches that have keys here."""
-        return {key.decode().split(":")[1] for key in self._client.scan_iter(match=keys.BATCHES, count=1000)}
+    def batches_of(self, store: str) -> set[str]:
+        """Ids of the batches whose heads here all name the store with this id. One that names none is nobody's."""
+        heads = list(self._client.scan_iter(match=keys.HEADS, count=1000))
+        with self._client.pipeline(transaction=False) as pipe:
+            for head in heads:
+                pipe.hget(head, "store")
+            named = pipe.execute()
+        stores: dict[str, set[bytes | None]] = {}
+        for head, name in zip(heads, named, strict=True):
+            stores.setdefault(head.decode().split(":")[1], set()).add(name)
+        return {batch_id for batch_id, names in stores.items() if names == {store.encode()}}
 
     def let_expire(self, batch_id: str) -> int:
         """Give those of the batch's keys a TTL that have none; returns how many. `keep_open` takes it back.

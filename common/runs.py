@@ -41,6 +41,7 @@ from common.dispatch import feed_step
 from common.errors import NoSuchBatchError, ObjectMissingError
 from common.ledger import PURGED
 from common.spill import spilled_rows, spilled_shards
+from common.store import store_id
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -247,6 +248,7 @@ def restore(store: ObjectStore, ledger: Ledger, run: Run, *, window: int) -> boo
         tokens=tally.tokens,
         fail_after=run.manifest.fail_after if number == FIRST_RUN else None,
         closed="" if end is None else end.status.value,
+        store=store_id(store),
     )
     if end is not None:
         ledger.close(batch_id, number, end.status.value)

@@ -77,11 +77,11 @@ RESTORE = """
 local head, sealed = KEYS[1], KEYS[2]
 if redis.call('EXISTS', head) == 1 and redis.call('HGET', head, 'closed') ~= 'purged' then return 0 end
 redis.call('DEL', head, sealed)
-local counted = 9 + tonumber(ARGV[9])
+local counted = 10 + tonumber(ARGV[10])
 for i = counted + 1, #ARGV do redis.call('SADD', sealed, ARGV[i]) end
-for i = 10, counted, 2 do redis.call('HSET', head, ARGV[i], ARGV[i + 1]) end
+for i = 11, counted, 2 do redis.call('HSET', head, ARGV[i], ARGV[i + 1]) end
 redis.call('HSET', head, 'total', ARGV[1], 'shards', ARGV[2], 'step', ARGV[3], 'finished', ARGV[4], 'failed', ARGV[5],
-    'fail_after', ARGV[6], 'frontier', 0, 'ending', '', 'closed', ARGV[7])
+    'fail_after', ARGV[6], 'frontier', 0, 'ending', '', 'closed', ARGV[7], 'store', ARGV[9])
 if ARGV[7] ~= '' then
     redis.call('EXPIRE', head, ARGV[8])
     redis.call('EXPIRE', sealed, ARGV[8])

@@ -21,7 +21,7 @@ What a look does for each open batch, found from the store, so that a Redis that
     an index is neither recorded nor running, its queue has passed its message, and two leases and a sweep have gone by
                                                    send it again, as a plain task; then wait twice as long
 
-And once a minute: a batch that Redis knows and the store does not, twice seen, was removed: its keys get a TTL.
+And once a minute: a batch that this store put into Redis and has no more, twice seen, was removed: its keys get a TTL.
 
 A queue has passed a message when it is empty, or when a marker that was sent to it later has been consumed. With no
 worker on the queue nothing is sent: a fleet at zero is no loss, and a long queue is only long.
@@ -264,27 +264,25 @@ class Watchdog:
     def _let_removed_expire(self, bare: set[str]) -> None:
         """Let the keys go of batches that somebody removed from the store by hand while they were open.
 
-        Nobody would close them, and they would count as work to do for ever. A store that is away raises; one that has
-        not its own mark, or no batch at all, is no witness, since it may be a folder with nothing mounted on it. What
-        is absent at two looks in a row was removed; should it come back within the TTL, `keep_open` takes that off.
-        So was what is there without its manifest (`bare`): while workers ran it, parts were written once more.
+        Nobody would close them, and they would count as work to do for ever. A store that is away raises. Only the
+        store that a batch was restored from is a witness, by its mark: another one on the same Redis may be what
+        `FLEET_STORE` was changed to, or a folder with nothing mounted on it. Without any batch it is none either. What
+        is absent at two looks in a row was removed; should it come back within the TTL, `keep_open` takes that off. So
+        was what is there without its manifest (`bare`): while workers ran it, parts were written once more.
         """
-        known = self._ledger.batches()  # first: a manifest is in the store before its batch is in Redis
+        try:
+            own = self._store.read(layout.STORE_ID).decode()
+        except ObjectMissingError:
+            self._absent = set()
+            return
+        known = self._ledger.batches_of(own)  # first: a manifest is in the store before its batch is in Redis
         there = set(self._store.names(layout.BATCHES)) - bare
-        absent = known - there if there and self._is_itself() else set()
+        absent = known - there if there else set()
         for batch_id in absent & self._absent:
             if not self._store.exists(layout.manifest(batch_id)) and (count := self._ledger.let_expire(batch_id)):
                 logger.warning("%s was removed from %s: its %d keys in Redis expire in a day",
                                batch_id, self._store.uri, count)  # fmt: skip
         self._absent = absent
-
-    def _is_itself(self) -> bool:
-        """Whether the store has its own mark, the one that was there at first."""
-        try:
-            found = self._store.read(layout.STORE_ID).decode()
-        except ObjectMissingError:
-            return False
-        return found == (self._beat.store_id or found)
 
     def _due(self, batch_id: str) -> bool:
         """Whether a closed batch is to be looked at again: each in some look of every `CLOSED_LOOKS`.

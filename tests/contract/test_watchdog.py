@@ -10,7 +10,6 @@ import errno
 import json
 import os
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -273,7 +272,6 @@ def test_a_store_that_is_not_all_there_is_no_witness(
     if outage == "no mark":
         (root / layout.STORE_ID).unlink()
     elif outage == "another mark":
-        removed.watchdog._beat = replace(removed.watchdog._beat, store_id=store_id(removed.store))
         (root / layout.STORE_ID).write_text("another")
     elif outage == "no batches":
         (root / layout.BATCHES).rename(root / "unmounted")
@@ -283,6 +281,33 @@ def test_a_store_that_is_not_all_there_is_no_witness(
     for _ in range(LOOKS):
         with suppress(StoreUnavailableError):
             removed.watchdog.look()
+
+    assert set(removed.ttls(removed.batch_id)) == {-1}
+
+
+def test_another_store_on_the_same_redis_is_no_witness(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is all there, and has a batch: `FLEET_STORE` was changed, or differs, or nothing was mounted at a start."""
+    monkeypatch.setattr(watchdog, "REMOVED_LOOKS", 1)
+    bench.publish()
+    (tmp_path / "other").mkdir()
+    other = Bench(bench.server, tmp_path / "other")
+    store_id(other.store)
+    assert other.batch_id != bench.batch_id
+
+    other.look(on=True)
+
+    assert other.ledger.progress(other.batch_id, 1) is not None
+    assert set(bench.ttls(bench.batch_id)) == {-1}
+    other.close()
+
+
+def test_a_batch_whose_head_names_no_store_is_not_judged(removed: Bench) -> None:
+    """An older version restored it."""
+    removed.client.hdel(keys.head(removed.batch_id, 1), "store")
+
+    removed.look(on=True)
 
     assert set(removed.ttls(removed.batch_id)) == {-1}
 
