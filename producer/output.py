@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from common.batch import Run
     from common.store import ObjectStore
 
-#: Names of the standard output. The second one would be opened anew where it leads to a file, and not appended to.
+#: Names of the standard output, whatever it leads to.
 STDOUT = frozenset({"-", "/dev/stdout"})
 
 #: Bytes of whole rows that are written at once.
@@ -58,7 +58,8 @@ def check_destinations(
     The remote ones come last: they take time, and a network.
     """
     remotes: list[Remote] = []
-    seen: list[tuple[str, str]] = [] if input_path is None else [(input_path, "the input")]
+    # Here `-` is the standard input; as a destination it is the standard output.
+    seen = [] if input_path is None else [("/dev/stdin" if input_path == "-" else input_path, "the input")]
     for name in names:
         if name is None:
             continue
@@ -77,23 +78,43 @@ def check_destinations(
         each.check()
 
 
+def _is_stdout(name: str) -> bool:
+    """Whether the name is one of the standard output, which is written where it stands, also if it is a file.
+
+    Opened anew, as `/dev/fd/1` and others of /dev and /proc would be, a file would be replaced and not appended to.
+    """
+    if name in STDOUT:
+        return True
+    try:
+        return name.startswith(("/dev/", "/proc/")) and os.path.samestat(os.stat(name), _status("-"))
+    except OSError:
+        return False
+
+
 def _is_stream(name: str) -> bool:
     """Whether the name leads to the standard output, a pipe or a character device."""
+    if _is_stdout(name):
+        return True
     try:
         mode = os.stat(name).st_mode
     except OSError:
-        return name in STDOUT
-    return name in STDOUT or stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)
+
+
+def _status(name: str) -> os.stat_result:
+    """What a destination's name leads to. Raises `OSError`."""
+    return os.fstat(sys.stdout.fileno()) if name in STDOUT else os.stat(name)
 
 
 def _same_file(one: str, other: str) -> bool:
-    """Whether two names lead to one file: by path, by link, or by hard link."""
-    if is_remote(one) or is_remote(other):
+    """Whether two names lead to one file: by path, by link, by hard link, or as the standard output."""
+    if is_remote(one) or is_remote(other) or one == other:
         return one == other
     try:
-        if other == "-":  # the input, through a pipe or `< file`
-            return os.path.samestat(os.stat(one), os.fstat(0))
-        return os.path.realpath(one) == os.path.realpath(other) or os.path.samefile(one, other)
+        if "-" not in (one, other) and os.path.realpath(one) == os.path.realpath(other):
+            return True
+        return os.path.samestat(_status(one), _status(other))
     except OSError:
         return False
 
@@ -304,11 +325,12 @@ class StreamFile(OutputFile):
         self._size = 0
         self._unused = False
         self._descriptor = -1
+        self._is_stdout = _is_stdout(name)
 
     def begin(self) -> None:
         """Open the stream. Raises `DestinationError`."""
         try:
-            if self.name in STDOUT:
+            if self._is_stdout:
                 self._descriptor = os.dup(sys.stdout.fileno())
             else:
                 self._descriptor = os.open(self.name, os.O_WRONLY | os.O_CLOEXEC | os.O_NOCTTY)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import resource
 import socket
+import sys
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,7 @@ from common.errors import DestinationError, OutputFailedError
 from producer.output import Destination, OutputFile, ReplacingFile, check_destinations, default_output
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 OK_ROW = b'{"id":"a","error":null}\n'
@@ -332,6 +335,74 @@ def test_a_folder_that_takes_no_file_is_refused_before_anything() -> None:
     for name in ("/proc/out.jsonl", "/proc/self/comm"):
         with pytest.raises(DestinationError, match=f"{name} cannot be written: no new file in /proc"):
             ReplacingFile(name)
+
+
+# -- the standard output -----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def standard(descriptor: int, path: object) -> Iterator[None]:
+    """Standard input or output is this file, for as long as the block lasts."""
+    kept = os.dup(descriptor)
+    given = os.open(str(path), os.O_RDWR | os.O_APPEND)
+    os.dup2(given, descriptor)
+    os.close(given)
+    try:
+        yield
+    finally:
+        os.dup2(kept, descriptor)
+        os.close(kept)
+
+
+@contextlib.contextmanager
+def printed(path: Path) -> Iterator[Path]:
+    """A file that standard output is appended to, as by `>>`. No fixture: pytest turns file descriptor 1 after them."""
+    path.write_bytes(b"first\n")
+    sys.stdout.flush()
+    with (
+        standard(1, path),
+        open(1, "w", encoding="utf-8", closefd=False) as stdout,
+        contextlib.redirect_stdout(stdout),
+    ):
+        yield path
+
+
+def test_what_standard_output_goes_to_is_no_second_output(tmp_path: Path) -> None:
+    """`-o - --errors f > f` would replace the file, and the rows go to one that has no name."""
+    with printed(tmp_path / "out") as file:
+        for names in (("-", file), (file, "-"), ("-", "-"), ("-", "/dev/fd/1")):
+            assert "is also the output" in refusal(None, *names, streams=True)
+        check_destinations(None, "-", str(tmp_path / "errors"), streams=True)
+
+
+def test_standard_output_that_goes_to_the_input_is_refused(source: Path) -> None:
+    """`fetch -o - >> STORE/batches/B/output.jsonl` would read what it writes, for ever."""
+    with printed(source):
+        for name in ("-", "/dev/stdout", "/dev/fd/1"):
+            assert "is the input" in refusal(source, name, streams=True)
+
+
+def test_a_dash_is_standard_input_as_the_input_alone(tmp_path: Path, source: Path) -> None:
+    with printed(tmp_path / "out"):
+        with standard(0, "/dev/null"):
+            check_destinations(None, "-", "/dev/null", streams=True)
+            check_destinations("-", str(source))
+        with standard(0, source):
+            assert "is the input" in refusal("-", source)
+            check_destinations(None, "-", str(source), streams=True)
+
+
+@pytest.mark.parametrize("name", ["-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"])
+def test_every_name_of_standard_output_appends_where_it_stands(tmp_path: Path, name: str) -> None:
+    with printed(tmp_path / "out") as file:
+        assert "is not a file" in refusal(None, name)
+        check_destinations(None, name, streams=True)
+        with closing(Destination(name, None, replace=True)) as destination:
+            destination.begin()
+            destination.append(io.BytesIO(OK_ROW))
+            destination.close(durable=True)
+
+        assert file.read_bytes() == b"first\n" + OK_ROW
 
 
 # -- what is no file ---------------------------------------------------------------------------------------------------
