@@ -24,6 +24,7 @@ from common.errors import (
     BrokerUnavailableError,
     FleetError,
     InputRefusedError,
+    OutputFailedError,
     UsageError,
 )
 from common.failures import FailureKind
@@ -244,12 +245,14 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:  # noqa: PLR0911
         return exc.exit_code
     except FleetError as exc:
         _say(f"error: {exc}")
+        if isinstance(exc, OutputFailedError):
+            _give_stdout_up()
         return exc.exit_code
     except redis.RedisError as exc:
         _say(f"error: the broker failed ({type(exc).__name__})")
         return EXIT_ERROR
     except BrokenPipeError:
-        _give_stdout_up()  # whoever read it left, as `| head` does
+        _give_stdout_up()  # whoever read stdout left, as `| head` does
         return 128 + signal.SIGPIPE
     except OSError as exc:
         _say(f"error: {exc.strerror or exc}")

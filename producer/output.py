@@ -346,7 +346,9 @@ class StreamFile(OutputFile):
             while view:
                 view = view[os.write(self._descriptor, view) :]
         except BrokenPipeError:
-            raise  # whoever read it left, as `| head` does, which is no failure
+            if self._is_stdout:
+                raise  # whoever read it left, as `| head` does, which is no failure
+            raise OutputFailedError(f"{self.name} cannot be written: its reader left") from None
         except OSError as exc:
             raise OutputFailedError(f"{self.name} cannot be written: {exc.strerror}") from None
 

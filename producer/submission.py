@@ -40,9 +40,18 @@ EXIT_NOT_COMPLETED = 4
 
 
 def print_result(text: str) -> None:
-    """Print a result on stdout: UTF-8, whatever the locale says."""
-    sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape") + b"\n")
-    sys.stdout.buffer.flush()
+    """Print a result on stdout: UTF-8, whatever the locale says.
+
+    Raises `OutputFailedError`: a full disk is no outage, after which a supervisor would submit the file again, and
+    `BrokenPipeError` where its reader left.
+    """
+    try:
+        sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape") + b"\n")
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as exc:
+        raise OutputFailedError(f"standard output cannot be written: {exc.strerror}") from None
 
 
 def shown_object(state: BatchState, output: str | None = None, errors: str | None = None) -> dict[str, object]:

@@ -189,6 +189,7 @@ def test_an_aggregator_over_another_store_keeps_the_batchs_messages(fleet: Fleet
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
 def test_a_stdout_that_is_full_is_one_sentence(workplace: Workplace) -> None:
+    """And no outage: the batch has closed, and the same submit would make a new one."""
     source = workplace.write("in.jsonl", [])
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
@@ -197,7 +198,8 @@ def test_a_stdout_that_is_full_is_one_sentence(workplace: Workplace) -> None:
             check=False,
         )  # fmt: skip
 
-    assert done.returncode == 1
+    assert done.returncode == 5
+    assert b"error: standard output cannot be written: No space left on device\n" in done.stderr
     assert b"Traceback" not in done.stderr
 
 

@@ -423,16 +423,29 @@ def test_a_named_pipe_gets_the_rows_and_stays(tmp_path: Path) -> None:
     assert (tmp_path / "errors").read_bytes() == BAD_ROW
 
 
-def test_a_reader_that_leaves_is_no_failure_of_the_output(tmp_path: Path) -> None:
+def test_a_reader_of_standard_output_that_leaves_is_no_failure_of_the_output() -> None:
     """As with `| head`; the command then ends as others do."""
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    with closing(Destination(str(pipe), None, replace=True)) as destination:
-        reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    reader, writer = os.pipe()
+    with (
+        open(writer, "w", encoding="utf-8") as stdout,
+        contextlib.redirect_stdout(stdout),
+        closing(Destination("-", None, replace=True)) as destination,
+    ):
         destination.begin()
         os.close(reader)
         with pytest.raises(BrokenPipeError):
             destination.append(io.BytesIO(OK_ROW))
+
+
+def test_a_reader_of_a_named_pipe_that_leaves_is_told(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with closing(Destination(str(tmp_path / "out"), str(pipe), replace=True)) as destination:
+        reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        destination.begin()
+        os.close(reader)
+        with pytest.raises(OutputFailedError, match="pipe cannot be written: its reader left"):
+            destination.append(io.BytesIO(BAD_ROW))
 
 
 def test_a_stream_that_cannot_be_written_is_an_error() -> None:
