@@ -2,7 +2,7 @@
 # Puts what tests/deploy wants of Debian's packages into a folder, as any user and without touching the system:
 # promtool, and a Redis that speaks TLS. Called by `make test`: fetch_tools.sh FOLDER
 # What is there already is not fetched again. What cannot be had here is said and left out, and its tests are skipped:
-# that is no error.
+# that is no error. Ctrl-C leaves nothing behind.
 set -eu
 
 folder=$1
@@ -10,24 +10,36 @@ mkdir -p "$folder/bin"
 folder=$(cd "$folder" && pwd)
 work=$(mktemp -d "$folder/work.XXXXXX")
 trap 'rm -rf "$work"' EXIT
+trap 'exit 130' INT TERM
 
 # apt-get with its lists in our folder if the system's are absent or too old; the packages come from the same places.
+# In the foreground: elsewhere Ctrl-C would not reach it.
 apt() {
-    timeout 180 apt-get -qq -o Acquire::Retries=1 -o Acquire::http::Timeout=20 "$@"
+    timeout --foreground 180 apt-get -qq -o Acquire::Retries=1 -o Acquire::http::Timeout=20 "$@"
 }
 own_lists() {
-    mkdir -p "$work/lists/partial" "$work/cache/archives/partial"
     apt -o Dir::State::lists="$work/lists" -o Dir::Cache="$work/cache" -o APT::Sandbox::User=root "$@"
 }
+# Makes our own lists, once; "no" if they cannot be had, and then no other package is asked for either.
+lists=
+update() {
+    if [ -z "$lists" ]; then
+        mkdir -p "$work/lists/partial" "$work/cache/archives/partial"
+        lists=no
+        if own_lists -o APT::Update::Error-Mode=any update >/dev/null 2>"$work/said"; then lists=made; fi
+    fi
+    [ "$lists" = made ]
+}
+# Unpacks packages into $work/root; what went wrong is in $work/said. Called in conditions, where `set -e` is off.
 fetch() {
-    mkdir -p "$work/debs"
-    cd "$work/debs"
-    if ! apt -o APT::Sandbox::User=root download "$@" 2>"$work/said"; then
-        own_lists -o APT::Update::Error-Mode=any update >/dev/null 2>"$work/said" && own_lists download "$@" 2>"$work/said" || return 1
+    if [ "$lists" = no ]; then return 1; fi
+    rm -rf "$work/debs" "$work/root" && mkdir "$work/debs" && cd "$work/debs" || return 1
+    if [ -n "$lists" ] || ! apt -o APT::Sandbox::User=root download "$@" 2>"$work/said"; then
+        update || return 1
+        own_lists download "$@" 2>"$work/said" || return 1
     fi
     for each in "$work"/debs/*.deb; do
-        dpkg-deb -x "$each" "$work/root"
-        rm "$each"
+        dpkg-deb -x "$each" "$work/root" 2>"$work/said" || return 1
     done
 }
 leave_out() {
@@ -51,7 +63,6 @@ fi
 
 # redis-tools has the server's binary; the libraries are those that a small system may lack.
 if [ ! -x "$folder/bin/redis-server" ]; then
-    rm -rf "$work/root"
     if fetch redis-server redis-tools libatomic1 libjemalloc2 liblzf1; then
         rm -rf "$folder/redis"
         mkdir "$folder/redis"
