@@ -188,6 +188,23 @@ def test_what_an_operator_sets_arrives_where_it_is_read(env: Path, tmp_path: Pat
     assert {name: arrived.get(name) for name in wanted} == dict.fromkeys(wanted, "77")
 
 
+def test_variables_of_traces_arrive_where_batches_are_traced(env: Path, tmp_path: Path) -> None:
+    """Those that docs/metrics.md names, from `.env`, and none that is not set."""
+    traces = (TOP / "docs/metrics.md").read_text().partition("## Traces")[2].partition("| span |")[0]
+    rows = [line.split("|")[1] for line in traces.splitlines() if line.startswith("| `")]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row) if not name.startswith("FLEET_")}
+    assert {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_BSP_SCHEDULE_DELAY", "TRACEPARENT"} <= named
+    full = tmp_path / "env"
+    full.write_text(env.read_text() + "".join(f"{name}=77\n" for name in sorted(named)))
+    set_here, unset = config(full)["services"], config(env)["services"]
+
+    for service in ("producer", "aggregator", "worker-cpu", "worker-gpu"):
+        wanted = named if service == "producer" else named - {"TRACEPARENT"}
+        arrived = {name: text for name, text in set_here[service]["environment"].items() if name in named}
+        assert arrived == dict.fromkeys(wanted, "77"), service
+        assert not [name for name in named if unset[service]["environment"].get(name) is not None], service
+
+
 def test_variables_of_the_fleet_are_ones_that_it_reads(services: dict[str, Any]) -> None:
     readme = (TOP / "README.md").read_text() + (TOP / "docs/metrics.md").read_text()
     named = {variable for name in OURS for variable in services[name]["environment"] if variable.startswith("FLEET_")}
