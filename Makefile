@@ -115,7 +115,8 @@ $(VENV)/.cpu: deploy/cpu/requirements.py | $(VENV)/.made
 
 # What the peers need, on top of what is in $(VENV), which stays as it is: Ray runs vLLM in processes of its own, so both
 # must be in one environment, and torch need not be there twice. Without aiofiles datatrove's runner writes no row.
-$(PEERS)/.made: | $(VENV)/.cpu $(VENV)/.product
+# Made anew when the engine in $(VENV) is.
+$(PEERS)/.made: $(VENV)/.cpu | $(VENV)/.product
 	rm -rf $(PEERS)
 	$(BIN)/python -m venv $(PEERS)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
