@@ -441,8 +441,8 @@ def _queue_lines(ledger: Ledger, routes: Routes, runs: Sequence[Run]) -> Iterato
         ready = sum(worker.queue == queue and worker.state == "ready" for worker in workers)
         models = ", ".join(routes.models_of(queue)) or "every other model"
         yield (
-            f"queue {queue}  for {models}: {ledger.queue_length(queue)} waiting, "
-            f"{unfinished} published and not finished, {ready} workers ready"
+            f"queue {queue}  for {models}: {ledger.queue_length(queue)} messages waiting, "
+            f"{unfinished} requests published and not finished, {ready} workers ready"
         )
 
 

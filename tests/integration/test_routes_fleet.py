@@ -65,8 +65,13 @@ def test_a_submit_says_which_model_has_no_worker_and_goes_on_waiting(fleet: Flee
     wait_until(lambda: "none serves the queue 'gpu-big' (of big)" in producer.stderr, 30, "it says what is missing")
     wait_until(lambda: fleet.waiting("gpu") == 0, 30, "the others are not held up")
     status = fleet.producer("status").stdout.decode()
-    assert "queue gpu-big  for big: 30 waiting, 30 published and not finished, 0 workers ready" in status
-    assert "queue gpu  for every other model: 0 waiting, 0 published and not finished, 1 workers ready" in status
+    assert (
+        "queue gpu-big  for big: 30 messages waiting, 30 requests published and not finished, 0 workers ready" in status
+    )
+    assert (
+        "queue gpu  for every other model: 0 messages waiting, 0 requests published and not finished, 1 workers ready"
+        in status
+    )
 
     fleet.worker("--queue", "gpu-big", model="big")
     assert producer.wait(60).code == 0
