@@ -56,7 +56,7 @@ def main() -> None:
     ratios = []
     with tempfile.TemporaryDirectory(prefix="fleet-bench-") as folder:
         store = LocalStore(Path(folder) / "store")
-        run = make_batch(store, options.requests)
+        run = make_batch(store, options.requests, chat)
         for number in range(options.pairs):
             with BrokerServer(Path(folder) / f"b{number}", dict(os.environ)) as server:
                 loop = in_a_loop(server.url, options.loop)
