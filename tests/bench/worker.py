@@ -53,7 +53,7 @@ app.conf.update(
     result_backend_transport_options={"result_chord_ordered": False},
 )
 engine = EchoEngine("m")
-client = redis.Redis.from_url(os.environ["REDIS"])
+client = redis.Redis.from_url(os.environ["REDIS"], max_connections=512)
 latency_s = float(os.environ["LATENCY"])
 
 @app.task(name="fleet.run_request")
