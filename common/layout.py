@@ -38,7 +38,7 @@ def new_batch_id() -> str:
 def checked_batch_id(text: str) -> str:
     """`text`, if it is a batch id; ids from people become names of objects, so nothing else may pass."""
     if _BATCH_ID.fullmatch(text) is None:
-        raise UsageError(f"{text!r} is not a batch id; `producer list` shows them")
+        raise UsageError(f"{text!r} is not a batch id; `producer list` (or `list --local`) shows them")
     return text
 
 

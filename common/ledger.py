@@ -171,7 +171,7 @@ class WorkerBeat:
     store_id: str = ""
     #: What its store last refused it, if that was just now: a full disk perhaps.
     trouble: str = ""
-    #: Seconds of its engine's time that a request took lately; 0 while nothing was measured.
+    #: Seconds of its engine's time that a request took lately that does not generate; 0 while none was measured.
     request_s: float = 0.0
 
 

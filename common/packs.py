@@ -81,6 +81,11 @@ def pack(
         yield queue, first, claims
 
 
+def may_be_short(line: str) -> bool:
+    """Whether a line may be of a request that does not generate, without reading it: a prompt may fool it."""
+    return any(f'{url}"' in line for url in PACKED_URLS)
+
+
 def _is_short(line: str) -> bool:
     """Whether a line's request does not generate."""
     try:

@@ -189,7 +189,7 @@ def _seconds(text: str) -> int:
     """`90`, `90s`, `30m`, `24h`, `7d` in seconds."""
     match = re.fullmatch(r"([1-9]\d*)([smhd]?)", text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time: say 90s, 30m, 24h or 7d")
+        raise argparse.ArgumentTypeError(f"{text!r} is no time: say 90s, 30m, 24h or 7d, at least 1s")
     return int(match.group(1)) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match.group(2)]
 
 

@@ -233,7 +233,9 @@ class Submission:
             except FleetError as exc:
                 local.clear_up(self._store, exc)
                 if isinstance(exc, OutputFailedError):
-                    progress.say(f"the rows are kept: {self._same_command()}, or producer fetch --local {batch_id}")
+                    progress.say(
+                        f"the rows are kept: {self._same_command()}, or producer fetch --local {batch_id} -o OUT"
+                    )
                 raise
             else:
                 local.clear_up(self._store)
@@ -278,6 +280,7 @@ class Submission:
             progress.say(
                 f"{self._attached.batch_id}: attached to {what}, {self._done_before} of {counts.total} requests done"
             )
+            self._say_what_stays(progress, self._attached)
             return self._attached
         assert self._checked is not None
         manifest = control.write_batch(
@@ -296,6 +299,16 @@ class Submission:
             raise UsageError(f"another producer is running this file as {manifest.batch_id} on this machine")
         progress.say(f"{manifest.batch_id}: {manifest.total} requests in {len(manifest.counts)} shards")
         return first_run(manifest)
+
+    def _say_what_stays(self, progress: Progress, attached: Run) -> None:
+        """An open batch keeps the limits that it was submitted with; who asks for others must not think it has them."""
+        manifest = attached.manifest
+        if self._options.expires is not None and manifest.expires_at is None:
+            progress.say("--expires is not applied: the batch was submitted without it")
+        wanted = self._fail_after(manifest.total)
+        if wanted is not None and wanted != manifest.fail_after:
+            kept = "without it" if manifest.fail_after is None else f"with {manifest.fail_after} rows"
+            progress.say(f"--fail-after is not applied: the batch was submitted {kept}")
 
     def _fail_after(self, total: int) -> int | None:
         """After how many failed rows the batch ends, of so many rows."""
@@ -337,13 +350,15 @@ class Submission:
     def _finish(self, progress: Progress, state: BatchState) -> int:
         counts, took_s = state.counts, time.monotonic() - self._started
         done = counts.completed + counts.failed
-        # Of the time in which somebody worked: loading an engine says nothing about its speed.
-        requests_s = (done - self._done_before) / max(self._waited_s, 1.0)
+        rate = ""
+        if state.status is BatchStatus.COMPLETED and self._waited_s >= 1.0:  # else rows that nobody ran, or no time
+            # Of the time in which somebody worked: loading an engine says nothing about its speed.
+            rate = f", {(done - self._done_before) / self._waited_s:.1f} requests/s"
         progress.update(done=done, total=counts.total, failed=counts.failed, tokens=state.usage.completion_tokens)
         progress.note("")
         progress.say(
             f"{state.manifest.batch_id} {state.status.value}: {counts.completed} ok, {counts.failed} failed, "
-            f"{_tokens(state)}{duration(took_s)} in all, {requests_s:.1f} requests/s -> {shown(self._output)}"
+            f"{_tokens(state)}{duration(took_s)} in all{rate} -> {shown(self._output)}"
         )
         if state.status is not BatchStatus.COMPLETED:
             why = {BatchStatus.FAILED: "too many rows failed (--fail-after); "}.get(state.status, "")

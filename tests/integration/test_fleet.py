@@ -228,6 +228,21 @@ def test_options_of_local_mode_are_refused_in_a_fleet(paced: FleetServers) -> No
 # -- attaching ---------------------------------------------------------------------------------------------------------
 
 
+def test_who_attaches_is_told_which_limits_are_not_the_batchs(paced: FleetServers) -> None:
+    """The batch keeps what it was submitted with; whoever asks for a deadline must not think that there is one."""
+    path = paced.write("limits.jsonl", chat_lines(40, echo={"latency_s": 3.0}))
+    first = paced.producer("submit", str(path), "--detach", "--fail-after", "10%")
+    same = paced.producer("submit", str(path), "--detach", "--fail-after", "4")
+    others = paced.producer("submit", str(path), "--detach", "--fail-after", "5", "--expires", "1h")
+
+    assert (first.code, same.code, others.code) == (0, 0, 0), others.stderr
+    assert first.stdout == same.stdout == others.stdout
+    assert "not applied" not in first.stderr + same.stderr
+    assert "--expires is not applied: the batch was submitted without it" in others.stderr
+    assert "--fail-after is not applied: the batch was submitted with 4 rows" in others.stderr
+    paced.producer("cancel", first.stdout.decode().strip())
+
+
 def test_ctrl_c_leaves_the_batch_to_the_fleet_and_the_same_submit_attaches(paced: FleetServers) -> None:
     lines = [*chat_lines(20), chat_line("slow", "y", echo={"latency_s": 5.0})]
     path, output = paced.write("attach.jsonl", lines), paced.folder / "attach.out"
@@ -250,6 +265,20 @@ def test_ctrl_c_leaves_the_batch_to_the_fleet_and_the_same_submit_attaches(paced
     assert batch_id in second.stderr
     assert paced.batch_ids() == before
     assert_complete(lines, output.read_bytes())
+
+
+def test_a_batch_of_a_moment_shows_no_rate(paced: FleetServers) -> None:
+    """Nor does one that was ended: its other rows nobody ran."""
+    short = paced.producer("submit", str(paced.write("short.jsonl", chat_lines(2))), "-o", str(paced.folder / "s.out"))
+    lines = chat_lines(40, echo={"latency_s": 3.0})
+    ended = paced.producer(
+        "submit", str(paced.write("ended.jsonl", lines)), "-o", str(paced.folder / "e.out"), "--expires", "2s"
+    )
+
+    assert (short.code, ended.code) == (0, 4)
+    for run in (short, ended):
+        (said,) = (line for line in run.stderr.splitlines() if " in all" in line)
+        assert "requests/s" not in said
 
 
 def test_new_forces_a_fresh_batch(paced: FleetServers) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -32,7 +33,8 @@ class OneByOne:
     default_inflight = MANY
 
     async def run(self, request: Request) -> Reply:
-        await asyncio.sleep(EACH_S * (1 + int(request.line)))
+        asked = json.loads(request.line)
+        await asyncio.sleep(EACH_S * (1 + asked["custom_id"]))
         return Reply(b"{}")
 
 
@@ -58,6 +60,10 @@ class Published:
         return 0, runs & self._unpublished
 
 
+def request(number: int, url: str = "/v1/embeddings") -> Request:
+    return Request(json.dumps({"custom_id": number, "url": url}))
+
+
 @contextlib.contextmanager
 def made(ledger: object, observer: Any = None) -> Iterator[EngineHost]:
     """A host on its loop, which is not started."""
@@ -76,12 +82,21 @@ def test_the_last_requests_of_a_batch_do_not_look_slow() -> None:
     """They end alone, but ran beside all others: by it the next batch's messages are packed."""
 
     async def run(host: EngineHost) -> None:
-        await asyncio.gather(*(host._run_on_engine(Request(str(number))) for number in range(MANY)))
+        await asyncio.gather(*(host._run_on_engine(request(number)) for number in range(MANY)))
 
     with made(Published()) as host:
         host.loop.run_until_complete(run(host))
 
         assert host._pace.request_s == pytest.approx(EACH_S, rel=0.6)
+
+
+def test_what_generates_has_no_say_in_how_long_a_short_request_takes() -> None:
+    with made(Published()) as host:
+        host.loop.run_until_complete(host._run_on_engine(request(1, "/v1/chat/completions")))
+        assert host._pace.request_s == 0
+
+        host.loop.run_until_complete(host._run_on_engine(request(1)))
+        assert host._pace.request_s > 0
 
 
 def test_a_run_that_waits_for_its_next_shards_is_not_forgotten_while_another_fills_the_engine() -> None:

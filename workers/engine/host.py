@@ -41,6 +41,7 @@ from common.batch import LineError, custom_id_of, failed_row, model_of, parse_li
 from common.errors import EngineAbortedError, EngineDeadError, EngineStartError
 from common.failures import Failure, FailureKind
 from common.ledger import Address, Begun, Claim, Recorded, Row, Verdict, WorkerBeat
+from common.packs import may_be_short
 from workers.engine import Reply, Request
 from workers.engine.coalesce import Coalescer
 from workers.engine.observer import Unobserved
@@ -524,7 +525,7 @@ class EngineHost:
             return reply
         finally:
             seconds = time.monotonic() - started
-            if reply is not None:
+            if reply is not None and reply.failure is None and may_be_short(request.line):
                 # Of both, for at a batch's end the last ones finish alone that ran beside many.
                 self._pace.note(seconds, beside=max(beside, self.on_engine))
             self.on_engine -= 1
