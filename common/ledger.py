@@ -23,6 +23,7 @@ Counters serve pacing and progress; what a batch finally holds is counted from i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -582,7 +583,7 @@ class Ledger:
         dead = [worker_id for worker_id, value in zip(ids, values, strict=True) if value is None]
         if dead:
             self._client.zrem(keys.WORKERS, *dead)
-        return [parse_beat(worker_id, value) for worker_id, value in zip(ids, values, strict=True) if value is not None]
+        return parse_beats(zip(ids, values, strict=True))
 
 
 def parse_head(head: Mapping[bytes, bytes]) -> Progress:
@@ -615,6 +616,16 @@ def _numbers(head: Mapping[bytes, bytes], prefix: str) -> dict[str, int]:
 def _pairs(head: Mapping[bytes, bytes], first: str, second: str) -> dict[str, tuple[int, int]]:
     ones, others = _numbers(head, first), _numbers(head, second)
     return {name: (ones.get(name, 0), others.get(name, 0)) for name in {**ones, **others}}
+
+
+def parse_beats(found: Iterable[tuple[str, bytes | None]]) -> list[WorkerBeat]:
+    """Heartbeats as they stand in Redis. One that cannot be read is nobody's: Redis is open to more than the fleet."""
+    beats = []
+    for worker_id, value in found:
+        if value is not None:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                beats.append(parse_beat(worker_id, value))
+    return beats
 
 
 def parse_beat(worker_id: str, value: bytes) -> WorkerBeat:

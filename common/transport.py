@@ -444,15 +444,20 @@ class Leases:
 
     def _put_back(self, client: Any, entries: Sequence[tuple[Any, Any]], lease_s: float) -> int:
         """Put entries of `unacked` back, the first one deepest; returns how many still had to be."""
+        unreadable: list[Any] = []
         with client.pipeline(transaction=False) as pipe:
             for tag, entry in entries:
                 try:
                     queues, message = _redelivered(self._channel, entry)
-                except (ValueError, KeyError, TypeError):
-                    logger.error("an entry of %s cannot be read and stays there", self._keys[0])
+                except (ValueError, KeyError, TypeError, AttributeError):
+                    unreadable.append(tag)
                     continue
                 self._restore(keys=[*self._keys, *queues], args=[tag, message, lease_s], client=pipe)
             answers = pipe.execute(raise_on_error=False)
+        if unreadable:
+            # Not looked at again: the oldest come first, and a slice of such would be all that a sweep ever sees.
+            logger.error("%d entries of %s cannot be read and stay there", len(unreadable), self._keys[0])
+            client.zrem(self._keys[1], *unreadable)
         for answer in answers:
             if isinstance(answer, Exception):
                 logger.error("a delivery was not put back: %s", answer)

@@ -265,9 +265,10 @@ def on_revoked(request: Any, **_: Any) -> None:
 signals.worker_ready.connect(start_watchdog, weak=False)
 signals.worker_shutdown.connect(stop_watchdog, weak=False)
 signals.worker_ready.connect(start_tracing, weak=False)
-signals.worker_shutdown.connect(stop_tracing, weak=False)
 signals.task_revoked.connect(on_revoked, weak=False)
 signals.setup_logging.connect(configure_logging, weak=False)
 signals.worker_init.connect(check_worker, weak=False)
 
 app = make_worker_app(load(WorkerSettings))
+# After what hands deliveries back: a collector that hangs must not hold these up.
+signals.worker_shutdown.connect(stop_tracing, weak=False)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from common import keys
-from common.ledger import parse_beat, parse_head
+from common.ledger import parse_beats, parse_head
 from common.settings import AGGREGATE_QUEUE
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def _read_beats(client: redis.Redis) -> tuple[WorkerBeat, ...]:
     members: Any = client.zrange(keys.WORKERS, 0, -1)
     ids = [member.decode() for member in members]
     values: Any = client.mget([keys.worker(worker_id) for worker_id in ids]) if ids else []
-    return tuple(parse_beat(worker_id, value) for worker_id, value in zip(ids, values, strict=True) if value)
+    return tuple(parse_beats(zip(ids, values, strict=True)))
 
 
 @dataclass

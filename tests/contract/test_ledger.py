@@ -132,6 +132,19 @@ def test_a_full_shard_is_announced_again_to_whoever_comes_late(ledger: Ledger, b
     assert late == Recorded(Verdict.DONE, full=True)
 
 
+@pytest.mark.parametrize("strange", ["no json", "{}", "[]", "7"])
+def test_a_heartbeat_that_cannot_be_read_is_nobodys(ledger: Ledger, strange: str) -> None:
+    beat = WorkerBeat("w", "ready", "echo", ("m",), "gpu", 4)
+    ledger.beat(beat, 30)
+    ledger._client.set(keys.worker("x"), strange)
+    ledger._client.zadd(keys.WORKERS, {"x": 1.0})
+    try:
+        assert ledger.workers() == [beat]
+    finally:
+        ledger.forget_worker("w")
+        ledger.forget_worker("x")
+
+
 def test_recording_asks_for_a_feed_at_every_step_while_shards_are_unpublished(ledger: Ledger, batch: str) -> None:
     restored(ledger, batch, total=8, shards=2, step=2)
     answers = ledger.record([row(at(batch, index)) for index in range(4)])

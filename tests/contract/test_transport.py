@@ -35,6 +35,7 @@ from common.broker import make_app
 from common.transport import (
     ACK_BATCH,
     REQUESTS,
+    RESTORE_SLICE,
     Channel,
     Leases,
     Message,
@@ -386,6 +387,25 @@ def test_a_prompt_does_not_say_how_many_requests_a_message_carries(
     holder.drain(0.5)
 
     assert len(holder.got) == 12
+
+
+def test_entries_that_cannot_be_read_do_not_keep_others_from_coming_back(
+    broker: Server, holders: Callable[..., Holder]
+) -> None:
+    """The oldest come first, and a sweep sees a slice of them at a time."""
+    strange = {f"strange-{number}": number for number in range(2 * RESTORE_SLICE)}
+    broker.client.zadd("unacked_index", strange)
+    broker.client.hset("unacked", mapping=dict.fromkeys(strange, "no entry"))
+    doomed = holders()
+    doomed.send(1)
+    doomed.take(1)
+    doomed.leases.alive = lambda: False
+    other = holders()
+
+    other.drain(3 * LEASE_S + SLACK_S, lambda: other.got)
+
+    assert [int(message.body) for message in other.got] == [1]
+    assert set(broker.client.hkeys("unacked")) >= {tag.encode() for tag in strange}, "they are kept"
 
 
 def test_a_message_that_says_nonsense_carries_one_request(broker: Server, holders: Callable[..., Holder]) -> None:

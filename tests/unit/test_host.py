@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from common.ledger import Address
+from common.ledger import Address, Begun, Recorded, Verdict
 from workers.engine import Reply, Request
-from workers.engine.host import EngineHost, _InHand
+from workers.engine.host import Delivery, EngineHost, _InHand
 from workers.engine.observer import Unobserved
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-    from common.ledger import Ledger
+    from common.ledger import Claim, Ledger, Row
     from workers.engine import Engine
 
 MANY = 200
@@ -30,6 +30,7 @@ class OneByOne:
 
     name = "echo"
     models = ("m",)
+    errored = False
     default_inflight = MANY
 
     async def run(self, request: Request) -> Reply:
@@ -51,7 +52,11 @@ class Told(Unobserved):
 class Published:
     """A ledger whose queues are empty; only some runs are published in full."""
 
-    begin = record = None
+    def begin(self, claims: Sequence[Claim]) -> list[Begun]:
+        return [Begun(Verdict.OURS) for _ in claims]
+
+    def record(self, rows: Sequence[Row]) -> list[Recorded]:
+        return [Recorded(Verdict.OURS) for _ in rows]
 
     def __init__(self, *unpublished: tuple[str, int]) -> None:
         self._unpublished = set(unpublished)
@@ -65,11 +70,11 @@ def request(number: int, url: str = "/v1/embeddings") -> Request:
 
 
 @contextlib.contextmanager
-def made(ledger: object, observer: Any = None) -> Iterator[EngineHost]:
+def made(ledger: object, observer: Any = None, *, engine: Any = None, max_inflight: int = 0) -> Iterator[EngineHost]:
     """A host on its loop, which is not started."""
     host = EngineHost(
-        cast("Engine", OneByOne()), cast("Ledger", ledger), worker_id="w", queue="gpu", max_inflight=0,
-        on_death=lambda: None, notify=lambda kind, at: None, observer=observer,
+        cast("Engine", engine or OneByOne()), cast("Ledger", ledger), worker_id="w", queue="gpu",
+        max_inflight=max_inflight, on_death=lambda: None, notify=lambda kind, at: None, observer=observer,
     )  # fmt: skip
     try:
         yield host
@@ -88,6 +93,28 @@ def test_the_last_requests_of_a_batch_do_not_look_slow() -> None:
         host.loop.run_until_complete(run(host))
 
         assert host._pace.request_s == pytest.approx(EACH_S, rel=0.6)
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_no_more_run_at_once_than_the_worker_may_though_a_message_brings_more(limit: int) -> None:
+    most = 0
+
+    class Watched(OneByOne):
+        async def run(self, request: Request) -> Reply:
+            nonlocal most
+            most = max(most, host.on_engine)
+            return await super().run(request)
+
+    async def run(host: EngineHost) -> None:
+        delivery = Delivery(host, "tag", chorded=True)
+        await asyncio.gather(
+            *(host.run_request(Address("batch_a", 1, 0, index), 16, request(0).line, delivery) for index in range(16))
+        )
+
+    with made(Published(), engine=Watched(), max_inflight=limit) as host:
+        host.loop.run_until_complete(run(host))
+
+    assert most == limit
 
 
 def test_what_generates_has_no_say_in_how_long_a_short_request_takes() -> None:

@@ -155,6 +155,8 @@ class EngineHost:
         #: Two thirds of a lease: when a dead worker's request comes back, its heartbeat is gone.
         self._beat_ttl_s = lease_s * 2 / 3
         self._quarantine = Quarantine()
+        #: A place for each request that may run at once: the last message of a take may bring more than there are.
+        self._places = asyncio.Semaphore(max(1, max_inflight))
         #: By delivery and index: a delivery may carry several requests.
         self._in_hand: dict[tuple[str, int], _InHand] = {}
         self._pace = Pace()
@@ -239,6 +241,7 @@ class EngineHost:
         except Exception as exc:
             logger.debug("engine start", exc_info=True)
             raise EngineStartError(f"the engine could not be started: {type(exc).__name__}: {exc}") from exc
+        self._places = asyncio.Semaphore(self.inflight)
         self._state = "ready"
         self._started = True
         self._ticked = time.monotonic()
@@ -457,7 +460,7 @@ class EngineHost:
         for tries_left in reversed(range(MAX_TRIES)):
             # Each try begins anew: it counts the engine calls across the fleet, and sees a row that somebody recorded.
             while True:
-                async with self._quarantine.admit(strikes):
+                async with self._places, self._quarantine.admit(strikes):
                     claim = Claim(at, mark, strikes)
                     begun = await self._until_known(at, partial(self._begin, claim))
                     if not isinstance(line, str) and begun.verdict in (Verdict.OURS, Verdict.POISON):
