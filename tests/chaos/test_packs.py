@@ -76,7 +76,7 @@ def test_a_drained_workers_packs_go_back_whole_and_only_the_rest_runs_again(
         embedding_line(f"e{n}", f"text {n}", echo={"latency_s": 8.0 if n % 2 else 0.01}) for n in range(COUNT // 2)
     ]
     batch = chaos.submit(lines)
-    leaving_id = chaos.wait_running(batch, leaving, 8)
+    leaving_id = chaos.wait_running(batch, leaving, 2)
     chaos.wait_finished(batch, COUNT // 4)
     in_flight = len(chaos.marks(batch, leaving_id))
 
