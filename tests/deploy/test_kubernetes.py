@@ -306,6 +306,16 @@ def test_the_scaled_object_without_exporter_names_the_products_own_keys(render: 
     assert AGGREGATE_QUEUE not in names.values()
 
 
+def test_what_scales_by_the_lengths_of_keys_has_a_message_for_each_request(render: Callable[[str], str]) -> None:
+    """The target is a number of requests, and Redis tells how many messages there are."""
+    found = objects(render("overlays/keda-redis"))
+    target = int(one(found, "ScaledObject", "worker-gpu")["spec"]["advanced"]["scalingModifiers"]["target"])
+    given = environment(found, one(found, "Deployment", "aggregator")["spec"]["template"]["spec"])
+
+    assert given["FLEET_PACK_SIZE"] == "1"
+    assert int(given["FLEET_WINDOW"] or FleetSettings.model_fields["window"].default) > target
+
+
 @pytest.mark.parametrize("place", ["overlays/keda", "overlays/keda-redis", "overlays/spot"])
 def test_scaling_in_is_slow_and_an_outage_is_no_empty_queue(render: Callable[[str], str], place: str) -> None:
     found = objects(render(place))
