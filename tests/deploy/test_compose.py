@@ -240,6 +240,12 @@ def test_the_runbooks_commands_name_services_that_are_there(services: dict[str, 
     assert {"producer", "exporter", "redis"} == set(named)
     assert set(named) <= set(services)
     assert services["producer"]["entrypoint"] == ["producer"]
+    upgraded = [name for names in re.findall(r"docker compose .*?up --detach --no-deps(?: --wait)?((?: [\w-]+)+)", page)
+                for name in names.split()]  # fmt: skip
+    # Whoever publishes must not be newer than whoever reads it; the first is for a full Redis.
+    assert upgraded == ["redis", "worker-gpu", "aggregator", "exporter", "flower"]
+    assert set(upgraded) <= set(services)
+    assert services["worker-gpu"]["profiles"] == ["gpu"]
     # What redis-cli sends there is the password of this user.
     users = re.findall(r"docker compose exec redis redis-cli --user (\w+)", page)
     assert users == ["exporter"]

@@ -275,6 +275,11 @@ def test_the_runbooks_commands_name_pods_that_are_there(render: Callable[[str], 
     for name in named:
         kind, _, of = name.rpartition("/")
         one(objects(render("base")), kind.capitalize() or "StatefulSet", of.removesuffix("-0"))
+    upgraded = re.findall(r"kubectl -n fleet set image deployment/(\S+) (\S+)=", page)
+    assert [name for name, _ in upgraded] == ["worker-gpu", "aggregator", "exporter", "flower"]
+    for name, container in upgraded:
+        pod = one(objects(render("base")), "Deployment", name)["spec"]["template"]["spec"]
+        assert [each["name"] for each in pod["containers"]] == [container]
 
 
 # -- scaling -----------------------------------------------------------------------------------------------------------

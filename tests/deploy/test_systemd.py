@@ -104,3 +104,11 @@ def test_a_worker_gets_more_time_to_stop_than_it_needs_to_drain() -> None:
 
     assert int(found["TimeoutStopSec"][0]) >= int(drain_s) + 50
     assert found["KillMode"] == ["mixed"]
+
+
+def test_the_runbook_restarts_units_that_are_there() -> None:
+    commands = re.findall(r"^systemctl .*$", (TOP / "docs/runbook.md").read_text(), re.MULTILINE)
+    named = [re.sub(r"@\d$", "@", name) for line in commands for name in re.findall(r"fleet-[\w@]+", line)]
+
+    assert list(dict.fromkeys(named)) == ["fleet-worker@", "fleet-aggregator", "fleet-exporter", "fleet-flower"]
+    assert set(named) == {unit.stem for unit in UNITS}
