@@ -104,9 +104,9 @@ def test_a_batch_that_is_closed_is_not_submitted_again() -> None:
     (rule,) = spec["podFailurePolicy"]["rules"]
     (container,) = spec["template"]["spec"]["containers"]
 
-    assert codes == [0, 1, 2, 3, 4, 5]
+    assert codes == [0, 1, 2, 3, 4, 5, 141]
     assert rule["action"] == "FailJob"
-    assert rule["onExitCodes"] == {"containerName": container["name"], "operator": "In", "values": [2, 3, 4, 5]}
+    assert rule["onExitCodes"] == {"containerName": container["name"], "operator": "In", "values": [2, 3, 4, 5, 141]}
     # Kubernetes wants it for such a policy; a container that restarts in its Pod would submit again, too.
     assert spec["template"]["spec"]["restartPolicy"] == "Never"
 
