@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import time
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,11 +21,12 @@ from tests.servers import MODEL, FleetServers, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 collectors = pytest.importorskip("tests.collector", reason="pip install 'batch-fleet[otel]'")
 
 MARK = "sentinel-4711"
+PAGE = (Path(__file__).parents[2] / "docs/metrics.md").read_text(encoding="utf-8")
+IDS = {"fleet.batch_id", "fleet.run"}
 
 
 @pytest.fixture
@@ -42,6 +45,12 @@ def traced(server: str, tmp_path: Path, collector: collectors.Collector) -> Iter
 
 def closed(fleet: FleetServers, batch_id: str) -> None:
     wait_until(lambda: fleet.is_closed(batch_id), 60, "the batch is closed")
+
+
+def _told(name: str) -> set[str]:
+    """The attributes that a span has by the page's table."""
+    ((cell,),) = [re.findall(r"[^|]+(?= \|$)", line) for line in PAGE.splitlines() if line.startswith(f"| `{name}`")]
+    return {*re.findall(r"`((?:fleet|gen_ai)\.[\w.]+)`", cell)} | (IDS if cell.startswith(" ids") else set())
 
 
 def test_a_batch_is_one_trace_from_its_submit_to_its_output(
@@ -81,6 +90,10 @@ def test_a_batch_is_one_trace_from_its_submit_to_its_output(
     assert sum(span.attributes["fleet.shards"] for span in collector.spans("feed")) == 8
     for name in ("intake", "write", "feed", "seal", "request", "assemble", "deliver"):
         assert {span.parent for span in collector.spans(name)} == {root.id}, name
+    for name in {*names} - {"request"}:  # what a request says depends on what became of it
+        for span in collector.spans(name):
+            assert set(span.attributes) - {"error.type"} == _told(name), name
+    assert {each for span in collector.spans("request") for each in span.attributes} == _told("request")
     # The command waits for its rows, its span does not.
     assert root.end < assembled.end
 
