@@ -223,9 +223,6 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     if flags and options.command not in _RUNS:
         parser.error("only submit, resume and retry take engine flags after --")
     raise_interrupted()
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the shell: nobody wants to read it
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - until the end
     if options.command in _RUNS:
         tracing.start()
     code = _run(options, flags)

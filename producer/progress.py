@@ -55,8 +55,8 @@ def duration(seconds: float) -> str:
 class Progress:
     """Progress of one batch. Use as a context manager; without a terminal it prints a line every few seconds."""
 
-    def __init__(self, stream: TextIO = sys.stderr, *, plain: bool | None = None) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO | None = None, *, plain: bool | None = None) -> None:
+        self._stream = stream = stream or sys.stderr  # as it is now, not as it was when this was imported
         self._plain = not stream.isatty() if plain is None else plain
         self._rates = Rates()
         self._last_line: float | None = None

@@ -75,8 +75,10 @@ def configure_logging(loglevel: int | str = logging.INFO, stream: TextIO | None 
     stream = stream or sys.stderr
     root = logging.getLogger()
     if not root.handlers:
+        # Celery's own command may run with stderr closed; ours have another one by then (`common.standard`).
+        terminal = stream is not None and stream.isatty()
         handler = logging.StreamHandler(stream)
-        handler.setFormatter(make_formatter(os.environ.get(FORMAT_ENV, ""), terminal=stream.isatty()))
+        handler.setFormatter(make_formatter(os.environ.get(FORMAT_ENV, ""), terminal=terminal))
         root.addHandler(handler)
         logging.captureWarnings(capture=True)
     root.setLevel(level)

@@ -294,3 +294,19 @@ def test_an_aggregator_warns_of_a_broker_that_forgets(fleet: FleetServers) -> No
 
     wait_until(lambda: "may evict" in aggregator.stderr, 20, "the policy is warned of")
     assert "appendonly yes" in aggregator.stderr
+
+
+#: A command with its stderr closed, as by `2>&-`; what follows are its arguments.
+WITHOUT_STDERR = "import os, sys; os.close(2); os.execv(sys.executable, [sys.executable, '-m', *sys.argv[1:]])"
+
+
+def test_a_fleet_with_closed_stderrs_starts_serves_and_waits(fleet: FleetServers) -> None:
+    source = fleet.write("in.jsonl", chat_lines(3))
+    commands = (("workers", "aggregate"), ("workers", "serve", MODEL, "--engine", "echo"))
+    serving = [fleet.start(command[1], "-c", WITHOUT_STDERR, *command) for command in commands]
+
+    done = fleet.start("producer", "-c", WITHOUT_STDERR, "producer", "submit", str(source)).wait(60)
+
+    assert done.code == 0
+    assert_complete(input_lines(source), (fleet.folder / "in.out.jsonl").read_bytes())
+    assert [process.stop().code for process in serving] == [0, 0]

@@ -1,7 +1,8 @@
-"""The commands' entries: Ctrl-C before anything is there to end, while the commands' modules are being imported."""
+"""The commands' entries: Ctrl-C while the commands' modules are being imported, and closed standard streams."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -45,3 +46,38 @@ def test_without_the_entry_it_is_a_traceback(package: str) -> None:
 
     assert done.returncode != 130
     assert "KeyboardInterrupt" in done.stderr
+
+
+#: What the command has for stdout and stderr once its own module is imported, into the file that is its argument.
+REPORTED_STREAMS = """
+import os, subprocess, sys
+class Reporting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "common.errors":
+            print("out", "\\udc80"), print("err", file=sys.stderr, flush=True)
+            numbers = sys.stdout.fileno(), sys.stderr.fileno()
+            null = os.path.samestat(os.fstat(2), os.stat(os.devnull))
+            look = "import sys; sys.exit(sys.stdout is None or sys.stderr is None)"
+            child = subprocess.run([sys.executable, "-c", look])
+            with open(sys.argv[1], "w") as report:
+                print(numbers, null, child.returncode, file=report, end="")
+            os._exit(0)
+sys.meta_path.insert(0, Reporting())
+from {module} import main
+main()
+"""
+
+
+@pytest.mark.parametrize("closed", [">&- 2>&-", "<&- >&- 2>&-", "2>&-"])
+@pytest.mark.parametrize("package", ["producer", "workers"])
+def test_a_closed_stdout_or_stderr_is_dev_null_for_all_that_follows(package: str, closed: str, tmp_path: Path) -> None:
+    report = tmp_path / "report"
+    script = REPORTED_STREAMS.format(module=f"{package}.__main__")
+
+    subprocess.run(
+        ["bash", "-c", f'"$0" -c "$1" "$2" {closed}', sys.executable, script, str(report)],
+        cwd=ROOT, env={**os.environ, "PYTHONUTF8": "1", "PYTHONIOENCODING": "utf-8:backslashreplace"},
+        capture_output=True, timeout=30, check=True,
+    )  # fmt: skip
+
+    assert report.read_text() == "(1, 2) True 0"

@@ -160,3 +160,12 @@ def test_no_name_breaks_a_line_in_a_c_locale(kind: str, locale: dict[str, str]) 
     assert done.stderr.count(b"\n") == 1
     assert b"mod" in done.stderr
     assert b"Traceback" not in done.stderr
+
+
+def test_a_command_of_celery_with_a_closed_stderr_logs_nowhere() -> None:
+    code = "import logging, workers.logs; workers.logs.configure_logging(); logging.warning('unheard')"
+    done = subprocess.run(
+        ["bash", "-c", '"$0" -c "$1" 2>&-', sys.executable, code], capture_output=True, timeout=30, check=False
+    )
+
+    assert (done.returncode, done.stdout) == (0, b"")

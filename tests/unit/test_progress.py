@@ -128,3 +128,9 @@ def test_progress_can_be_left_by_an_exception() -> None:
         raise KeyError
 
     assert stream.getvalue().endswith("\x1b[?25h") or "\x1b[?25l" not in stream.getvalue()
+
+
+def test_progress_goes_to_the_stderr_of_its_moment(capsys: pytest.CaptureFixture[str]) -> None:
+    Progress(plain=True).say("now")
+
+    assert capsys.readouterr().err == "now\n"
