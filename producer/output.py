@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from common.store import ObjectStore
 
 #: Names of the standard output, whatever it leads to.
-STDOUT = frozenset({"-", "/dev/stdout"})
+STDOUT = frozenset({"-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"})
 
 #: Bytes of whole rows that are written at once.
 _BLOCK_BYTES = 1024 * 1024
@@ -85,6 +85,8 @@ def _is_stdout(name: str) -> bool:
     """
     if name in STDOUT:
         return True
+    if sys.__stdout__ is None:
+        return False  # it was closed: /dev/null stands in for it, and may be named itself
     try:
         return name.startswith(("/dev/", "/proc/")) and os.path.samestat(os.stat(name), _status("-"))
     except OSError:
@@ -328,7 +330,9 @@ class StreamFile(OutputFile):
         self._is_stdout = _is_stdout(name)
 
     def begin(self) -> None:
-        """Open the stream. Raises `DestinationError`."""
+        """Open the stream. Raises `DestinationError`, and `OutputFailedError` where the standard output is closed."""
+        if self._is_stdout and sys.__stdout__ is None:  # what stands in for it (`common.standard`) would drop the rows
+            raise OutputFailedError(f"{self.name} cannot be written: the standard output is closed")
         try:
             if self._is_stdout:
                 self._descriptor = os.dup(sys.stdout.fileno())

@@ -122,6 +122,17 @@ def test_a_detached_batch_is_listed_and_fetched(paced: FleetServers) -> None:
         )
         assert shell.stdout == expected, shell.stderr
         assert b"error" not in shell.stderr
+    # A closed one takes nothing; /dev/null, which stands in for it, does.
+    for name, code, said in (
+        ("-", 5, "error: - cannot be written: the standard output is closed"),
+        ("/dev/fd/1", 5, "error: /dev/fd/1 cannot be written: the standard output is closed"),
+        ("/dev/null", 3, ""),
+    ):
+        command = f"exec {sys.executable} -m producer fetch {batch_id} -o {name} >&-"
+        closed = subprocess.run(
+            ["bash", "-c", command], cwd=paced.folder, env=paced.environment, stderr=subprocess.PIPE, check=False
+        )
+        assert (closed.returncode, said in closed.stderr.decode()) == (code, True), closed.stderr
 
 
 def test_the_final_batch_object_is_all_that_stdout_holds(paced: FleetServers) -> None:
