@@ -125,6 +125,7 @@ def submit(
                 here = chosen.model_copy(update={"broker_url": processes.broker_url, "routes": ""})
                 fleet = control.Fleet.connect(here, store)
                 run = first_run(durable(batch_id))
+                processes.stored = True
                 if run.batch_id != batch_id:
                     raise UsageError(f"another producer is running these requests as {run.batch_id} on this machine")
                 if attached is not None:

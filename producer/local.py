@@ -126,6 +126,8 @@ class LocalFleet:
         self.broker_url = ""
         #: Set once a worker is ready: from then on rows may exist.
         self.serving = False
+        #: Set once the batch is in the store: from then on the same command goes on with it.
+        self.stored = taken_up
         self._restarts = 0
 
     def __enter__(self) -> Self:
@@ -170,7 +172,7 @@ class LocalFleet:
         for process in list(self._processes):
             if process.popen.poll() is None:
                 continue
-            death = process.death(serving=self.serving)
+            death = process.death(serving=self.serving, stored=self.stored)
             if not (self.serving and process.restartable and self._restarts < MAX_RESTARTS * self._workers):
                 raise death
             self._restarts += 1
@@ -183,24 +185,25 @@ class LocalFleet:
     def clear_up(self, store: ObjectStore, reason: BaseException | None = None) -> None:
         """Drop what nobody will go on with. Call after leaving the context, with the exception that ended it.
 
-        Of an open batch the broker's file stays, since the same command goes on with it, and so do the logs where a
-        process died. Where the set-up cannot work the batch goes too: nothing has run, and a corrected command makes
-        another one.
+        Of an open batch the broker's file stays, since the same command goes on with it, and of any stored one so do
+        the logs where a process died. Where the set-up cannot work the batch goes too: nothing has run, and a corrected
+        command makes another one.
         """
         if not self._locked:
             return  # the folder is another producer's
         with contextlib.suppress(StoreUnavailableError):
             if isinstance(reason, UsageError) and not self._taken_up and not self.serving:
                 remove_batch(store, self._batch_id)
-            if not isinstance(reason, LocalFleetError) and not self._is_open(store):
+            if not self._is_needed(store, logs=isinstance(reason, LocalFleetError)):
                 shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _is_open(self, store: ObjectStore) -> bool:
+    def _is_needed(self, store: ObjectStore, *, logs: bool) -> bool:
+        """Whether the batch is stored and open; with `logs`, whether it is stored at all."""
         try:
             run = newest_run(store, read_manifest(store, self._batch_id))
         except NoSuchBatchError:
             return False
-        return read_end(store, run.batch_id, run.number) is None
+        return logs or read_end(store, run.batch_id, run.number) is None
 
     def stop(self) -> None:
         """End every process: workers and aggregator all at once, then the broker. May be called twice.
@@ -257,7 +260,12 @@ class LocalFleet:
         command = [find_broker()]
         for name, value in options.items():
             command += [f"--{name}", value]
-        self._spawn("broker", command, os.environ.copy())
+        # A server that is killed leaves it; where that is in a temporary folder, it goes with the folder.
+        self._cleanup.callback(socket.unlink, missing_ok=True)
+        try:
+            self._spawn("broker", command, os.environ.copy())
+        except OSError as exc:
+            raise UsageError(f"the local broker {command[0]} cannot be run: {exc.strerror}") from None
         self.broker_url = broker.socket_url(str(socket))
         client = broker.redis_client(self.broker_url, tries=0)
         deadline = time.monotonic() + BROKER_START_S
@@ -345,19 +353,27 @@ class _Process:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.popen.pid, signal.SIGKILL)
 
-    def death(self, *, serving: bool) -> FleetError:
-        """Why the process died, in one sentence: its own, where it said one."""
+    def death(self, *, serving: bool, stored: bool) -> FleetError:
+        """Why the process died, in one sentence: its own, where it said one.
+
+        Before the batch is `stored` there is nothing to go on with, and no log is kept: the sentence has its last line.
+        """
         code = self.popen.returncode
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         lines = self.log.read_text("utf-8", "replace").splitlines()
         # Ours begin with it; argparse puts the command before it.
         found = (re.match(r"(?:worker(?: \w+)?: )?error: (.*)", line) for line in reversed(lines))
         said = next((match.group(1) for match in found if match), "")
-        what = f"{self.name}: {said}" if said else f"{self.name} died ({how}); its log is {self.log}"
+        if said:
+            what = f"{self.name}: {said}"
+        elif stored:
+            what = f"{self.name} died ({how}); its log is {self.log}"
+        else:
+            what = f"{self.name} died ({how})" + "".join(f"; it said last: {line[:300]}" for line in lines[-1:])
         # A bad set-up shows before anything runs; later the same code is one worker's trouble.
         if code == UsageError.exit_code and not serving:
             return UsageError(what)
-        return LocalFleetError(f"{what}; the same submit goes on where it stopped")
+        return LocalFleetError(f"{what}; the same submit goes on where it stopped" if stored else what)
 
 
 # Loaded before any fork: between fork and exec a child may only make system calls.

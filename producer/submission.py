@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from common import layout, tracing
 from common.batch import CLOSED, FIRST_RUN, BatchStatus, Run, batch_object, dumps, first_run
-from common.errors import FleetError, NoSuchBatchError, OutputFailedError, StoreUnavailableError, UsageError
+from common.errors import NoSuchBatchError, OutputFailedError, StoreUnavailableError, UsageError
 from common.runs import BatchState, newest_run, now, read_manifest, state_of, state_of_run
 from producer import control
 from producer.interrupts import Interrupted
@@ -230,7 +230,7 @@ class Submission:
                 # It was complete before everything had ended: nobody would run it, or look for its rows, again.
                 control.fetch(self._store, left.run, destination)
                 state = left
-            except FleetError as exc:
+            except Exception as exc:
                 local.clear_up(self._store, exc)
                 if isinstance(exc, OutputFailedError):
                     progress.say(
@@ -251,6 +251,7 @@ class Submission:
         if self._again is not None:
             self._wait_for_engine(fleet, local, progress)
         run = self._durable(progress, batch_id, fleet.ledger)
+        local.stored = True
         if self._attached is not None:
             control.take_up(fleet, run)
         self._start(fleet, run)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
 import redis
 
 from common import layout
@@ -17,8 +20,6 @@ from tests.invariants import assert_complete, assert_prefix, chat_line, chat_lin
 from tests.servers import MODEL, wait_until
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.servers import Process, Result, Workplace
 
 ECHO = ("--local", "--engine", "echo", "--model", MODEL)
@@ -53,6 +54,11 @@ def local_broker(workplace: Workplace) -> redis.Redis:
     """A client of the running local broker."""
     (path,) = (path for path in workplace.sockets() if path.is_socket())
     return redis.Redis(unix_socket_path=str(path))
+
+
+def stored_batches(workplace: Workplace) -> list[Path]:
+    """The batches that are whole in the store."""
+    return list(workplace.state.glob("batch-fleet/batches/*/manifest.json"))
 
 
 def worker_pids(workplace: Workplace) -> list[int]:
@@ -193,6 +199,71 @@ def test_a_broker_that_is_killed_ends_the_command_and_the_same_command_completes
 
     assert second.code == 0, second.stderr
     assert_complete(lines, output.read_bytes())
+
+
+def test_a_broker_that_is_killed_leaves_no_socket(workplace: Workplace) -> None:
+    path = workplace.write("in.jsonl", [chat_line("slow", "x", echo={"latency_s": 300})])
+    with tempfile.TemporaryDirectory() as state:  # the test's own is too long for a socket
+        workplace.state = Path(state)
+        process = workplace.start_producer(
+            "submit", str(path), *ECHO, "-o", str(workplace.folder / "out.jsonl"), XDG_STATE_HOME=state
+        )
+        wait_until(lambda: stored_batches(workplace) or not process.running, 60, "the batch is stored")
+        (socket,) = workplace.sockets()
+        assert socket.is_relative_to(state)
+        with local_broker(workplace) as client:
+            pid = int(client.info("server")["process_id"])
+        os.kill(pid, signal.SIGKILL)
+
+        assert process.wait(60).code == 1
+        workplace.assert_nothing_left()
+
+
+def broken_broker(workplace: Workplace, content: bytes) -> str:
+    """A PATH whose `valkey-server` is a file of this content."""
+    server = workplace.folder / "broken" / "valkey-server"
+    server.parent.mkdir()
+    server.write_bytes(content)
+    server.chmod(0o755)
+    return f"{server.parent}{os.pathsep}{workplace.environment['PATH']}"
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "said"),
+    [
+        (b"#!/bin/sh\necho first\necho no such option\nexit 1\n", 1, "exit code 1); it said last: no such option"),
+        (b"#!/bin/sh\nexit 1\n", 1, "error: broker died (exit code 1)"),
+        (b"no program", 2, "valkey-server cannot be run: Exec format error"),
+        (b'#!/bin/sh\nexec SERVER "$@" --rename-command DEL NO\n', 1, "error: the broker failed (ResponseError)"),
+    ],
+    ids=["says why", "says nothing", "no program", "lacks a command"],
+)
+def test_a_broker_that_cannot_start_leaves_nothing(
+    workplace: Workplace, server: str, content: bytes, code: int, said: str
+) -> None:
+    path = workplace.write("in.jsonl", chat_lines(3))
+    broken = broken_broker(workplace, content.replace(b"SERVER", server.encode()))
+
+    result = workplace.producer("submit", str(path), *ECHO, PATH=broken)
+
+    assert result.code == code
+    assert assert_one_sentence(result).endswith(said)
+    assert local_folders(workplace) == []
+    workplace.assert_nothing_left()
+
+
+def test_an_open_batch_outlives_a_broker_that_cannot_start(workplace: Workplace) -> None:
+    path, output = workplace.write("in.jsonl", half_slow()), workplace.folder / "out.jsonl"
+    assert interrupted(workplace, path, output, signal.SIGINT).wait(30).code == 130
+    before = local_folders(workplace)
+
+    server = broken_broker(workplace, b"#!/bin/sh\nexit 1\n")
+    result = workplace.producer("submit", str(path), *ECHO, "-o", str(output), PATH=server)
+
+    assert result.code == 1
+    assert assert_one_sentence(result).endswith("broker.log; the same submit goes on where it stopped")
+    assert local_folders(workplace) == before
+    assert len(before) == 1
 
 
 def test_a_batch_that_was_sealed_but_not_assembled_is_finished_by_the_same_command(workplace: Workplace) -> None:
