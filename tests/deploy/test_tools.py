@@ -92,9 +92,14 @@ def test_ctrl_c_ends_a_fetch_and_leaves_nothing(programs: Path, tmp_path: Path) 
     asked = tmp_path / "asked"
     stub(programs, "apt-get", f": >{asked}; exec sleep 300")
     stub(programs, "dpkg-deb", "exit 1")
-    fetching = subprocess.Popen(
-        ["/bin/sh", SCRIPT, str(tmp_path / "tools")], env={"PATH": str(programs)}, cwd=TOP, start_new_session=True
-    )
+    # Whoever runs the tests in the background ignores SIGINT, and a shell that inherits that cannot trap it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        fetching = subprocess.Popen(
+            ["/bin/sh", SCRIPT, str(tmp_path / "tools")], env={"PATH": str(programs)}, cwd=TOP, start_new_session=True
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
     try:
         wait_until(asked.exists, 20, "it fetches")
         os.killpg(fetching.pid, signal.SIGINT)
