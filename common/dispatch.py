@@ -201,8 +201,8 @@ def republish(
     """Send requests of a shard again, as plain tasks with fresh ids and no chord.
 
     One in each message, for what got lost may be one that kills. Celery's chord keeps done marks and sizes that would
-    swallow a second publishing. Whoever records the shard's last
-    row sends `seal_shard`; with no index missing it is sent at once.
+    swallow a second publishing. Whoever records the shard's last row sends `seal_shard`; with no index missing it is
+    sent at once.
     """
     if not indexes:
         send(app, broker.SEAL_SHARD, batch_id=run.batch_id, run=run.number, shard=shard.number)

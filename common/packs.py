@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 #: Ends of the urls whose requests do not generate: each is one pass of the model over its input.
 PACKED_URLS = ("/embeddings", "/score", "/rerank", "/pooling", "/classify")
 
+_QUOTED_ENDS = tuple(f'{url}"' for url in PACKED_URLS)
+
 #: Seconds of a worker's time that a pack may take: what waits for its slowest member, and comes back if a worker dies.
 PACK_S = 0.025
 
@@ -83,7 +85,7 @@ def pack(
 
 def may_be_short(line: str) -> bool:
     """Whether a line may be of a request that does not generate, without reading it: a prompt may fool it."""
-    return any(f'{url}"' in line for url in PACKED_URLS)
+    return any(end in line for end in _QUOTED_ENDS)
 
 
 def _is_short(line: str) -> bool:

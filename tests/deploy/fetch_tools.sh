@@ -42,6 +42,10 @@ fetch() {
         dpkg-deb -x "$each" "$work/root" 2>"$work/said" || return 1
     done
 }
+# The program of this name among what was unpacked, which may be a link.
+unpacked() {
+    find "$work/root" -path "*/bin/$1"
+}
 leave_out() {
     echo "$1 is left out, and its tests are skipped: $2" >&2
 }
@@ -55,7 +59,7 @@ done
 
 if [ ! -x "$folder/bin/promtool" ]; then
     if fetch prometheus; then
-        mv "$work/root/usr/bin/promtool" "$folder/bin/promtool"
+        mv "$(unpacked promtool)" "$folder/bin/promtool"
     else
         leave_out promtool "$(tail -n 1 "$work/said")"
     fi
@@ -66,7 +70,7 @@ if [ ! -x "$folder/bin/redis-server" ]; then
     if fetch redis-server redis-tools libatomic1 libjemalloc2 liblzf1; then
         rm -rf "$folder/redis"
         mkdir "$folder/redis"
-        cp -L "$work/root/usr/bin/redis-server" "$folder/redis/"
+        cp -L "$(unpacked redis-server)" "$folder/redis/redis-server"
         find "$work/root" -name 'lib*.so.*' -exec cp -P {} "$folder/redis/" \;
         # shellcheck disable=SC2016  # expanded when it is called
         printf '#!/bin/sh\nhere=$(dirname "$0")/../redis\nLD_LIBRARY_PATH=$here exec "$here/redis-server" "$@"\n' \

@@ -286,11 +286,11 @@ class EngineHost:
         That is what waits in the queue, or is not published yet: a feed that comes late must not look like no work.
         """
         runs = self._recent | {(each.at.batch_id, each.at.run) for each in self._in_hand.values()}
-        self._recent = set()
         free = self.inflight - self.on_engine
         if free <= 0 or self._state != "ready":
             self._recent = runs
             return
+        self._recent = set()
         try:
             waiting, unpublished = await self.loop.run_in_executor(
                 self.executor, self._ledger.backlog, self.queue, runs
