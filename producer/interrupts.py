@@ -9,12 +9,17 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+#: Seconds after a signal in which another says nothing new: a terminal's Ctrl-C that a parent passes on once more, an
+#: impatient second one. It would interrupt the ending that the first began.
+SAME_WISH_S = 1.0
 
 
 class Interrupted(BaseException):
@@ -26,13 +31,18 @@ class Interrupted(BaseException):
 
 
 def raise_interrupted() -> None:
-    """From now on either signal raises `Interrupted`.
+    """From now on either signal raises `Interrupted`, but for one that follows within `SAME_WISH_S`.
 
-    Every time, not only at first: an exception that is raised inside a finalizer is lost.
+    Every later time too, not only at first: an exception that is raised inside a finalizer is lost.
     """
+    heard: float | None = None
 
     def interrupt(number: int, _: object) -> None:
-        raise Interrupted(number)
+        nonlocal heard
+        at = time.monotonic()
+        if heard is None or at - heard >= SAME_WISH_S:
+            heard = at
+            raise Interrupted(number)
 
     for each in _SIGNALS:
         signal.signal(each, interrupt)
@@ -63,9 +73,9 @@ def _handled_by(handler: Any) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = [signal.signal(each, handler) for each in _SIGNALS]
-    try:
+    # A signal that came before is heard in `signal.signal` itself: each handler is noted first, and returns alone.
+    with contextlib.ExitStack() as returning:
+        for each in _SIGNALS:
+            returning.callback(signal.signal, each, signal.getsignal(each))
+            signal.signal(each, handler)
         yield
-    finally:
-        for each, handler_before in zip(_SIGNALS, before, strict=True):
-            signal.signal(each, handler_before)

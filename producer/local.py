@@ -40,7 +40,7 @@ from common.ledger import Ledger
 from common.runs import newest_run, read_end, read_manifest, remove_batch
 from common.settings import AGGREGATE_QUEUE, GPU_QUEUE
 from producer import devices
-from producer.interrupts import signals_deferred, signals_ignored
+from producer.interrupts import Interrupted, signals_deferred, signals_ignored
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -208,10 +208,20 @@ class LocalFleet:
     def stop(self) -> None:
         """End every process: workers and aggregator all at once, then the broker. May be called twice.
 
-        Signals wait meanwhile: an ending that is interrupted would leave processes behind.
+        Signals go unheard meanwhile: an ending that is interrupted would leave processes behind. One that comes just
+        before is raised once everything has ended.
         """
-        with signals_ignored():
-            self._stop()
+        interrupted: BaseException | None = None
+        while True:
+            try:
+                with signals_ignored():
+                    self._stop()
+            except (Interrupted, KeyboardInterrupt) as exc:
+                interrupted = exc
+            else:
+                break
+        if interrupted is not None:
+            raise interrupted
 
     def _stop(self) -> None:
         brokers = [process for process in self._processes if process.name == "broker"]
