@@ -84,8 +84,11 @@ def pack(
 
 
 def may_be_short(line: str) -> bool:
-    """Whether a line may be of a request that does not generate, without reading it: a prompt may fool it."""
-    return any(end in line for end in _QUOTED_ENDS)
+    """Whether a line may be of a request that can share a message, without reading it: a prompt may fool it.
+
+    A line that is too long for any pack says nothing of those that fit, and is not looked through.
+    """
+    return len(line) < PACK_BYTES and any(end in line for end in _QUOTED_ENDS)
 
 
 def _is_short(line: str) -> bool:

@@ -487,9 +487,23 @@ def _slices(tags: list[Any], size: int) -> Iterable[list[Any]]:
     return (tags[start : start + size] for start in range(0, len(tags), size))
 
 
+class _UnreadableError(Exception):
+    """What lay in a queue is no message: whoever may write to the broker may have put it there."""
+
+
+@contextlib.contextmanager
+def _unreadable() -> Iterator[None]:
+    """Raises `_UnreadableError` for whatever goes wrong with a message that is not built as one."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError) as exc:
+        raise _UnreadableError(type(exc).__name__) from exc
+
+
 def _from_queue(raw: dict[str, Any], queue: str) -> dict[str, Any]:
     """Note in a raw message the queue that it came from: there it goes back to, whatever else its exchange feeds."""
-    raw["properties"].setdefault("delivery_info", {})["queue"] = queue
+    with _unreadable():
+        raw["properties"].setdefault("delivery_info", {})["queue"] = queue
     return raw
 
 
@@ -497,9 +511,10 @@ class Message(virtual.Message):  # type: ignore[misc]  # kombu has no types
     """A delivery, under a tag of its own. `delivery_info["redelivered"]` is true if it is not the first one."""
 
     def __init__(self, payload: dict[str, Any], channel: Any = None, **kwargs: Any) -> None:
-        if payload["properties"]["delivery_tag"] not in channel.taken:
-            payload["properties"]["delivery_tag"] = channel._next_delivery_tag()  # noqa: SLF001
-        super().__init__(payload, channel=channel, **kwargs)
+        with _unreadable():
+            if payload["properties"]["delivery_tag"] not in channel.taken:
+                payload["properties"]["delivery_tag"] = channel._next_delivery_tag()  # noqa: SLF001
+            super().__init__(payload, channel=channel, **kwargs)
 
     def _decode(self) -> Any:
         if self.content_type == _JSON and (self.accept is None or _JSON in self.accept):
@@ -650,7 +665,14 @@ class Channel(stock.Channel):  # type: ignore[misc]  # kombu has no types
 
         One by one each would cost a turn of the loop and two round trips.
         """
-        answer = super()._brpop_read(**options)
+        before = self.connection.delivered
+        try:
+            answer = super()._brpop_read(**options)
+        except ValueError:
+            if self.connection.delivered != before:
+                raise
+            logger.error("a message that is not JSON was taken from %s and is dropped", ", ".join(self.active_queues))
+            answer = True
         for queue in self.work_queues:
             self._take(queue)
         return answer
@@ -672,6 +694,7 @@ class Channel(stock.Channel):  # type: ignore[misc]  # kombu has no types
                 self.taken.discard(tag)
                 continue
             self.connection._deliver(message, queue)  # noqa: SLF001 - as kombu's own `_brpop_read` does
+            self.taken.discard(tag)  # is there no more, but for what was left out
 
     def push(self, queue: str, messages: Sequence[bytes]) -> None:
         """Publish messages that are whole already to a queue, the first one first, all of them or none.
@@ -698,9 +721,16 @@ class Transport(stock.Transport):  # type: ignore[misc]  # kombu has no types
 
     Channel = Channel
     leases: ClassVar[Leases] = Leases()
+    #: Messages that were handed on.
+    delivered = 0
 
     def _deliver(self, message: dict[str, Any], queue: str) -> None:
-        super()._deliver(_from_queue(message, queue), queue)
+        """Hand a message on. What is no message is left out, since each of its kind would end one worker more."""
+        self.delivered += 1
+        try:
+            super()._deliver(_from_queue(message, queue), queue)
+        except _UnreadableError as exc:
+            logger.error("a message of %s cannot be read and is left out: %s", queue, exc)
 
 
 class Connection(kombu.Connection):  # type: ignore[misc]  # kombu has no types

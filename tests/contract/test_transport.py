@@ -464,6 +464,49 @@ def test_a_message_that_cannot_be_read_does_not_hold_up_its_neighbours(
     assert caplog.text.count("cannot be read") == 2
 
 
+NO_MESSAGE = [
+    b"not JSON: a prompt",
+    b"\xff\xfe",
+    b"5",
+    b"[]",
+    b"{}",
+    b'{"properties": {}}',
+    b'{"properties": {"delivery_tag": "t", "delivery_info": 5}}',
+    b'{"body": "x", "properties": {"delivery_tag": "t", "body_encoding": "base64"}}',
+    b'{"body": "x", "properties": {"delivery_tag": "t", "body_encoding": "none such"}}',
+]
+
+
+@pytest.mark.parametrize("at", [0, 20], ids=["waited for", "taken with others"])
+@pytest.mark.parametrize("raw", NO_MESSAGE)
+def test_what_is_no_message_does_not_end_who_takes_it(
+    broker: Server, holders: Callable[..., Holder], caplog: pytest.LogCaptureFixture, raw: bytes, at: int
+) -> None:
+    """Celery's worker ends on what its transport raises, and so would the next one, and the next."""
+    holder = holders()
+    holder.send(*range(at))
+    broker.client.lpush("q", raw)
+    holder.send(*range(at, 40))
+    holder.take(*range(40))
+    assert any(said in caplog.text for said in ("is dropped", "is left out", "stays in unacked"))
+    assert "prompt" not in caplog.text
+    assert not holder.channel.taken
+
+
+def test_what_a_consumer_raises_is_not_taken_for_an_unreadable_message(
+    broker: Server, holders: Callable[..., Holder]
+) -> None:
+    def fail(_: object) -> None:
+        raise ValueError("a consumer's own")
+
+    holder = holders()
+    holder._consumer.on_message = fail
+    holder.send(1)
+    with pytest.raises(ValueError, match="a consumer's own"):
+        holder.drain(10)
+    assert broker.unacked() == 1
+
+
 @pytest.mark.parametrize(
     "value",
     [

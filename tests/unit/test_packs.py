@@ -9,7 +9,7 @@ import pytest
 
 from common.ledger import WorkerBeat
 from common.messages import indexes_repr, read_indexes
-from common.packs import PACK_BYTES, PACK_S, pack, pack_sizes
+from common.packs import PACK_BYTES, PACK_S, may_be_short, pack, pack_sizes
 from common.settings import MAX_PACK_SIZE
 from workers.engine.pace import Pace
 
@@ -137,3 +137,10 @@ def test_a_pace_is_what_one_request_takes_of_the_engine() -> None:
     for _ in range(1000):
         pace.note(0.1, beside=10)
     assert pace.request_s == pytest.approx(0.01, rel=0.01)
+
+
+def test_only_what_fits_a_pack_says_how_long_a_short_request_takes() -> None:
+    line = json.dumps({"url": "/v1/embeddings", "body": {"input": "x" * 100}})
+    assert may_be_short(line)
+    assert not may_be_short(line.replace("embeddings", "chat/completions"))
+    assert not may_be_short(line.replace("xx", "x" * PACK_BYTES))
