@@ -87,6 +87,8 @@ class Spilling:
 @pytest.fixture
 def batch(broker_server: BrokerServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Spilling:
     monkeypatch.setattr("common.spill.LEAST_ROWS", 1)
+    # The module's tests share a broker, and another one's watchdog would be the one for twenty seconds more.
+    broker_server.client.delete(keys.WATCHDOG)
     return Spilling(broker_server, tmp_path)
 
 
