@@ -14,7 +14,7 @@ What a look does for each open batch, found from the store, so that a Redis that
     Redis does not know it                         restore it
     a part exists that Redis does not know sealed   note it
     all shards sealed, no end                      assemble it
-    an end, and Redis knows it as open             clear up after it, and close it
+    an end, and Redis knows it as open             clear up after it, and close it; so are runs before the newest one
     the window is not full                         feed it
     a shard stays open with many finished rows      spill them: Redis must not hold what a straggler keeps open
     a shard is full and not sealed, twice seen     seal it (its chord did not fire)
@@ -42,7 +42,7 @@ import redis
 from kombu.exceptions import OperationalError
 
 from common import broker, layout
-from common.batch import BatchStatus
+from common.batch import FIRST_RUN, BatchStatus
 from common.dispatch import republish, send, shard_queues
 from common.errors import FleetError, NoSuchBatchError, ObjectMissingError, StoreUnavailableError
 from common.ledger import WorkerBeat, new_worker_id
@@ -297,15 +297,21 @@ class Watchdog:
             self._others.add(batch_id)
             return
         run = newest_run(self._store, manifest)
+        for number in range(FIRST_RUN, run.number):
+            self._clear_up(batch_id, number)
         if read_end(self._store, batch_id, run.number) is None:
             self._look_after(run)
             return
-        progress = self._ledger.progress(batch_id, run.number)
-        if progress is not None and not progress.closed:
-            # Whoever wrote the end, this watchdog perhaps, came no further; a message may never come again.
-            self._aggregator.assemble_batch(batch_id, run.number)
+        self._clear_up(batch_id, run.number)
         self._closed.add(batch_id)
         self._watched.pop((batch_id, run.number), None)
+
+    def _clear_up(self, batch_id: str, number: int) -> None:
+        """Close in Redis a run that has its end; one that stays open there would count as work to do for ever."""
+        progress = self._ledger.progress(batch_id, number)
+        if progress is not None and not progress.closed:
+            # Whoever wrote the end, this watchdog perhaps, came no further; a message may never come again.
+            self._aggregator.assemble_batch(batch_id, number)
 
     def _look_after(self, run: Run) -> None:
         batch_id, number = run.batch_id, run.number

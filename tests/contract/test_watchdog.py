@@ -196,6 +196,30 @@ def test_what_was_seen_of_one_run_says_nothing_about_the_next(server: str, tmp_p
         bench.close()
 
 
+@ON_AND_OFF
+def test_a_run_that_its_ending_left_open_in_redis_is_closed_though_another_has_begun(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, on: bool
+) -> None:
+    def away(_: str) -> None:
+        raise StoreUnavailableError("the store refuses")
+
+    bench.publish()
+    bench.ledger.record([Row(Address(bench.batch_id, 1, 0, index), FAILED, True, 0, 0, 3) for index in range(3)])
+    bench.aggregator.seal_shard(bench.batch_id, 1, 0)
+    with monkeypatch.context() as ending, pytest.raises(StoreUnavailableError):
+        ending.setattr(bench.store, "remove", away)
+        bench.aggregator.assemble_batch(bench.batch_id, 1)
+    start_run(bench.store, bench.run, range(3))
+    bench.ledger.note_reopened(bench.batch_id, 2)
+
+    bench.look(on)
+
+    first, second = (bench.ledger.progress(bench.batch_id, number) for number in (1, 2))
+    assert first is not None
+    assert bool(first.closed) is on
+    assert (second is not None and not second.closed) is on
+
+
 def test_a_batch_that_cannot_be_looked_after_does_not_blind_the_watchdog(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
