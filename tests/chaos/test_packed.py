@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.chaos.chaosfleet import HEALED_S, TAKEN_OVER_S, figures
+from tests.chaos.chaosfleet import HEALED_S, PACK, TAKEN_OVER_S, figures
 from tests.invariants import chat_line, embedding_line
 from tests.servers import wait_until
 
@@ -35,7 +35,7 @@ def test_a_killed_workers_packs_run_on_another_one(warm: tuple[ChaosFleet, Proce
     """As single requests do: what it was running runs again, and nothing else."""
     chaos, doomed, _ = warm
     batch = chaos.submit(embeddings(COUNT, 1.0))
-    assert max(chaos.packed()) == 4, "a quarter of a worker's slots"
+    assert max(chaos.packed()) == PACK
     doomed_id = chaos.wait_running(batch, doomed, 16)
     assert len(chaos.marks(batch, doomed_id)) == 16, "the window counts requests, not messages"
 
@@ -58,7 +58,7 @@ def test_a_poison_harms_no_other_of_its_pack(warm: tuple[ChaosFleet, Process, Pr
         return chaos.start_worker("--max-inflight", "16")
 
     batch = chaos.submit(lines)
-    assert max(chaos.packed()) == 4
+    assert max(chaos.packed()) == PACK
     deaths = chaos.supervise(batch, workers, start, 100)
 
     rows = chaos.assert_right(batch, 3, {"poison": "err"}, timeout_s=1)

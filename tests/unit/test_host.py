@@ -92,7 +92,8 @@ def test_the_last_requests_of_a_batch_do_not_look_slow() -> None:
     with made(Published()) as host:
         host.loop.run_until_complete(run(host))
 
-        assert host._pace.request_s == pytest.approx(EACH_S, rel=0.6)
+        # On a busy machine each takes longer; had they counted as alone, it would be a hundred times as long.
+        assert EACH_S / 4 < host._pace.request_s < 10 * EACH_S
 
 
 @pytest.mark.parametrize("limit", [1, 3])

@@ -144,3 +144,12 @@ def test_only_what_fits_a_pack_says_how_long_a_short_request_takes() -> None:
     assert may_be_short(line)
     assert not may_be_short(line.replace("embeddings", "chat/completions"))
     assert not may_be_short(line.replace("xx", "x" * PACK_BYTES))
+
+
+def test_an_engines_first_request_does_not_set_its_pace() -> None:
+    """It may have to load what the others find."""
+    pace = Pace()
+    pace.note(2.0, beside=1)
+    for _ in range(49):
+        pace.note(0.05, beside=10)
+    assert pace.request_s == pytest.approx((2.0 + 49 * 0.005) / 50)
