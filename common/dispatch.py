@@ -6,6 +6,7 @@ On failure: a shard whose publishing broke off is not published again here. Its 
 out are deterministic, and what is missing is for the watchdog (plain tasks with fresh ids) to publish.
 
     frontier ─▶ shard s: claimed (compare-and-set, one feeder wins) ─▶ chord size set ─▶ n messages ─▶ next shard
+                                                                      (pushed together with those of small neighbours)
 
 Rules that Celery 5.7 imposes (celery/backends/redis.py):
 - The chord's size is set once, *before* the first message: set after the last part returned it would never fire, and
@@ -18,9 +19,12 @@ Rules that Celery 5.7 imposes (celery/backends/redis.py):
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections import Counter
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from kombu.common import maybe_declare
 
@@ -31,6 +35,8 @@ from common.settings import AGGREGATE_QUEUE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from types import TracebackType
+    from typing import Self
 
     from celery import Celery
 
@@ -43,6 +49,8 @@ if TYPE_CHECKING:
 #: Messages of one command to Redis, and their bytes: no worker waits for long behind it, and rows come early.
 PUBLISH_BATCH = 500
 PUBLISH_BYTES = 1024 * 1024
+#: Messages of the first command, so that workers begin; then twice as many, up to `PUBLISH_BATCH`.
+PUBLISH_FIRST = 64
 
 #: A longer line does not travel in its message, which crosses Redis three times and holds up what is behind it: from
 #: here on fetching it is cheaper, and the window's lines take no more than this each (decision 11).
@@ -83,42 +91,69 @@ class Feeder:
         self._routes = routes
         self._pack_size = pack_size
 
-    def feed(self, at_most: int | None = None) -> int:
+    def feed(self, enough: int | None = None) -> int:
         """Publish shards until `window` requests are published and not finished; returns how many shards.
 
-        Unfinished requests count, not open shards: one straggler keeps its shard open and must not starve engines.
+        With `enough` no more shards once so many requests were published. Unfinished requests count, not open shards:
+        one straggler keeps its shard open and must not starve engines.
         """
-        batch_id, run, shards = self._run.batch_id, self._run.number, self._run.shards
+        batch_id, run = self._run.batch_id, self._run.number
         workers = [worker for worker in self._ledger.workers() if worker.engine and worker.state == "ready"]
         window = Window(workers, self._window, self._routes)
         packs = pack_sizes(workers, self._pack_size)
         began, published, requests = tracing.now(), 0, 0
-        while published != at_most:
-            progress = self._ledger.progress(batch_id, run)
-            if progress is None or progress.closed:
-                break
-            shard = shards[progress.frontier] if progress.frontier < len(shards) else None
-            if shard is None or window.is_full(shard, progress):
-                if not published:
-                    self._assemble_if_sealed()
-                break
-            if self._ledger.memory_share() > SOFT_LIMIT:
-                break  # the watchdog feeds when there is room
-            if not self._ledger.claim_shard(batch_id, run, shard.number):
-                continue  # another feeder took it
-            if self._ledger.is_sealed(batch_id, run, shard.number):
-                continue  # done before Redis lost the run, and known from its part
-            sent = publish_shard(self._app, self._store, self._run, shard, routes=self._routes, packs=packs)
-            if not self._routes.single:
-                self._ledger.note_published(batch_id, run, sent)
-            published += 1
-            requests += shard.count
+        with _Outbox(self._app) as outbox:
+            for shard in self._claimed(window, outbox):
+                if self._ledger.is_sealed(batch_id, run, shard.number):
+                    continue  # done before Redis lost the run, and known from its part
+                sent = _publish(outbox, self._store, self._run, shard, routes=self._routes, packs=packs)
+                if not self._routes.single:
+                    self._ledger.note_published(batch_id, run, sent)
+                published += 1
+                requests += shard.count
+                if enough is not None and requests >= enough:
+                    break
         if published:  # most looks of the watchdog find nothing to publish
             traced = self._run.traceparent
             tracing.joined(
                 "feed", traced, since=began, batch_id=batch_id, run=run, shards=published, requests=requests
             ).end()
         return published
+
+    def _claimed(self, window: Window, outbox: _Outbox) -> Iterator[Shard]:
+        """The next shards, claimed for who takes them, until the window is full or nothing may be published.
+
+        Where the run stands is looked at once for some hundred messages, not for each shard of a small file. What was
+        seen may be old: then more has finished since, so it is looked at again before the window counts as full.
+        """
+        shards = self._run.shards
+        progress, seen, new, first = self._look(), outbox.pushes, True, True
+        while progress is not None:
+            if progress.frontier >= len(shards):
+                if first:
+                    self._assemble_if_sealed()
+                return
+            shard = shards[progress.frontier]
+            old = True
+            if window.is_full(shard, progress):
+                if new:
+                    return
+            elif self._ledger.claim_shard(self._run.batch_id, self._run.number, shard.number):
+                progress, new, first = replace(progress, frontier=shard.number + 1), False, False
+                yield shard
+                # With several queues, how many went to each of them fills the window.
+                old = outbox.pushes != seen or not self._routes.single
+            if old:  # another feeder took it, for one
+                progress, seen, new = self._look(), outbox.pushes, True
+
+    def _look(self) -> Progress | None:
+        """Where the run stands; None when nothing is to be published now."""
+        progress = self._ledger.progress(self._run.batch_id, self._run.number)
+        if progress is None or progress.closed:
+            return None
+        if progress.frontier < len(self._run.shards) and self._ledger.memory_share() > SOFT_LIMIT:
+            return None  # the watchdog feeds when there is room
+        return progress
 
     def _assemble_if_sealed(self) -> None:
         """Sealed and not assembled: whoever sealed the last shard died before it said so."""
@@ -159,9 +194,17 @@ def publish_shard(
     `packs` says how many requests a message may carry, by queue; 1 where it says nothing. Returns how many requests
     went to which queue.
 
-    Raises kombu's `OperationalError` when the broker is away; messages that were flushed before stay.
+    Raises kombu's `OperationalError` when the broker is away; messages that were pushed before stay.
     """
-    batch_id, number = run.batch_id, run.number
+    with _Outbox(app) as outbox:
+        return _publish(outbox, store, run, shard, routes=routes, packs=packs)
+
+
+def _publish(
+    outbox: _Outbox, store: ObjectStore, run: Run, shard: Shard, *, routes: Routes, packs: Mapping[str, int] | None
+) -> Counter[str]:
+    """`publish_shard`, but for the last messages, which leave with the outbox."""
+    app, batch_id, number = outbox.app, run.batch_id, run.number
     group_id = _derived_id(batch_id, number, shard.number)
     body = app.signature(
         broker.SEAL_SHARD,
@@ -185,8 +228,8 @@ def publish_shard(
         # Serialized once here instead of once per request.
         return RequestMessages(app, run, shard, queue=queue, group_id=group_id, body=dict(body))
 
-    return _send_requests(
-        app,
+    return _put_requests(
+        outbox,
         make,
         (
             (queue, _derived_id(batch_id, number, shard.number, index), index, position, each)
@@ -207,49 +250,85 @@ def republish(
     if not indexes:
         send(app, broker.SEAL_SHARD, batch_id=run.batch_id, run=run.number, shard=shard.number)
         return
-    _send_requests(
-        app,
-        lambda queue: RequestMessages(app, run, shard, queue=queue),
-        (
-            (queue, str(uuid.uuid4()), index, 0, [claim])
-            for queue, index, claim in _claims(store, run, shard, routes)
-            if index in indexes
-        ),
-    )
+    with _Outbox(app) as outbox:
+        _put_requests(
+            outbox,
+            lambda queue: RequestMessages(app, run, shard, queue=queue),
+            (
+                (queue, str(uuid.uuid4()), index, 0, [claim])
+                for queue, index, claim in _claims(store, run, shard, routes)
+                if index in indexes
+            ),
+        )
 
 
-def _send_requests(
-    app: Celery,
+class _Outbox:
+    """Messages on their way to their queues, a few hundred to a command, of one shard or of several small ones.
+
+    Use as a context manager: leaving it pushes what waits, also when a later shard could not be read. A push that fails
+    raises kombu's `OperationalError`, and its messages are not pushed again.
+    """
+
+    def __init__(self, app: Celery) -> None:
+        self.app = app
+        #: How often something was pushed.
+        self.pushes = 0
+        self._waiting: dict[str, list[bytes]] = {}
+        self._count = self._bytes = 0
+        self._enough = min(PUBLISH_FIRST, PUBLISH_BATCH)
+        self._open = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with self._open:
+            self._push()
+
+    @cached_property
+    def _producer(self) -> Any:
+        """From the first message on: most looks of the watchdog find nothing to publish."""
+        return self._open.enter_context(self.app.producer_pool.acquire(block=True))
+
+    def declare(self, queue: str) -> None:
+        """Declare a queue that messages will be put for."""
+        maybe_declare(self.app.amqp.queues[queue], self._producer.channel)
+
+    def put(self, queue: str, message: bytes) -> None:
+        """Add a message, and push all that waits if it is enough."""
+        self._waiting.setdefault(queue, []).append(message)
+        self._count, self._bytes = self._count + 1, self._bytes + len(message)
+        if self._count >= self._enough or self._bytes >= PUBLISH_BYTES:
+            self._enough = min(2 * self._enough, PUBLISH_BATCH)
+            self._push()
+
+    def _push(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        self._count = self._bytes = 0
+        for queue, together in waiting.items():
+            self._producer.channel.push(queue, together)
+        self.pushes += 1
+
+
+def _put_requests(
+    outbox: _Outbox,
     make: Callable[[str], RequestMessages],
     messages: Iterable[tuple[str, str, int, int, list[Claim]]],
 ) -> Counter[str]:
-    """Send messages in order, a few hundred at a time: queue, task id, first index, position, and requests, each.
+    """Put messages into the outbox, in order: queue, task id, first index, position, and requests, each.
 
-    `make` makes a queue's messages. Returns how many requests went to which queue. Raises kombu's `OperationalError`.
+    `make` makes a queue's messages. Returns how many requests go to which queue. Raises kombu's `OperationalError`.
     """
     sent: Counter[str] = Counter()
     templates: dict[str, RequestMessages] = {}
-    waiting: dict[str, list[bytes]] = {}
-    with app.producer_pool.acquire(block=True) as producer:
-
-        def push() -> None:
-            for queue, together in waiting.items():
-                producer.channel.push(queue, together)
-            waiting.clear()
-
-        size = count = 0
-        for queue, task_id, index, position, claims in messages:
-            if queue not in templates:
-                maybe_declare(app.amqp.queues[queue], producer.channel)
-                templates[queue] = make(queue)
-            message = templates[queue].fill(task_id, index, position, claims)
-            waiting.setdefault(queue, []).append(message)
-            sent[queue] += len(claims)
-            count, size = count + 1, size + len(message)
-            if count >= PUBLISH_BATCH or size >= PUBLISH_BYTES:
-                push()
-                size = count = 0
-        push()
+    for queue, task_id, index, position, claims in messages:
+        if queue not in templates:
+            outbox.declare(queue)
+            templates[queue] = make(queue)
+        outbox.put(queue, templates[queue].fill(task_id, index, position, claims))
+        sent[queue] += len(claims)
     return sent
 
 

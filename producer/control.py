@@ -22,7 +22,7 @@ from kombu.exceptions import OperationalError
 
 from common import broker, layout, tracing
 from common.batch import CLOSED, FIRST_RUN, BatchStatus, Manifest, RequestCounts, Run, RunEnd, Usage
-from common.dispatch import SOFT_LIMIT, Feeder, republish, send
+from common.dispatch import PUBLISH_BATCH, SOFT_LIMIT, Feeder, republish, send
 from common.errors import (
     BrokerUnavailableError,
     NoSuchBatchError,
@@ -250,7 +250,7 @@ def start(fleet: Fleet, run: Run) -> None:
         more = True
         while more:
             with signals_deferred():
-                more = feeder.feed(at_most=1) > 0
+                more = feeder.feed(PUBLISH_BATCH) > 0
 
 
 @contextlib.contextmanager

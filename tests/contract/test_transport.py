@@ -441,6 +441,14 @@ def test_a_short_queue_is_shared_out(broker: Server, holders: Callable[..., Hold
     assert broker.unacked() == 2
 
 
+def test_a_burst_is_taken_in_one_turn_of_the_loop(broker: Server, holders: Callable[..., Holder]) -> None:
+    """An engine that works on the first requests leaves the loop little of a small machine."""
+    holder = holders()
+    holder.send(*range(100))
+    holder.connection.drain_events(timeout=5)
+    assert [int(message.body) for message in holder.got] == list(range(100))
+
+
 def test_what_was_taken_and_never_delivered_comes_back(broker: Server, holders: Callable[..., Holder]) -> None:
     """The taker died between: stock kombu loses a message that it has popped and not noted."""
     holder = holders()
