@@ -3,7 +3,8 @@
 Owns: task ids, message arguments, the order of publishing, pacing.
 Must not know: who calls it; the producer feeds first, the aggregator feeds on.
 On failure: a shard whose publishing broke off is not published again here. Its frontier is past it, the ids that went
-out are deterministic, and what is missing is for the watchdog (plain tasks with fresh ids) to publish.
+out are deterministic, and what is missing is for the watchdog (plain tasks with fresh ids) to publish. Of small shards
+that leave together that may be several: fewer than `PUBLISH_BATCH` requests.
 
     frontier ─▶ shard s: claimed (compare-and-set, one feeder wins) ─▶ chord size set ─▶ n messages ─▶ next shard
                                                                       (pushed together with those of small neighbours)
@@ -35,8 +36,6 @@ from common.settings import AGGREGATE_QUEUE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-    from types import TracebackType
-    from typing import Self
 
     from celery import Celery
 
@@ -102,10 +101,8 @@ class Feeder:
         window = Window(workers, self._window, self._routes)
         packs = pack_sizes(workers, self._pack_size)
         began, published, requests = tracing.now(), 0, 0
-        with _Outbox(self._app) as outbox:
+        with _opened_outbox(self._app) as outbox:
             for shard in self._claimed(window, outbox):
-                if self._ledger.is_sealed(batch_id, run, shard.number):
-                    continue  # done before Redis lost the run, and known from its part
                 sent = _publish(outbox, self._store, self._run, shard, routes=self._routes, packs=packs)
                 if not self._routes.single:
                     self._ledger.note_published(batch_id, run, sent)
@@ -139,10 +136,13 @@ class Feeder:
                 if new:
                     return
             elif self._ledger.claim_shard(self._run.batch_id, self._run.number, shard.number):
-                progress, new, first = replace(progress, frontier=shard.number + 1), False, False
-                yield shard
-                # With several queues, how many went to each of them fills the window.
-                old = outbox.pushes != seen or not self._routes.single
+                progress, new, old = replace(progress, frontier=shard.number + 1), False, False
+                # One that is sealed was done before Redis lost the run, and is known from its part.
+                if not self._ledger.is_sealed(self._run.batch_id, self._run.number, shard.number):
+                    first = False
+                    yield shard
+                    # With several queues, how many went to each of them fills the window.
+                    old = outbox.pushes != seen or not self._routes.single
             if old:  # another feeder took it, for one
                 progress, seen, new = self._look(), outbox.pushes, True
 
@@ -196,7 +196,7 @@ def publish_shard(
 
     Raises kombu's `OperationalError` when the broker is away; messages that were pushed before stay.
     """
-    with _Outbox(app) as outbox:
+    with _opened_outbox(app) as outbox:
         return _publish(outbox, store, run, shard, routes=routes, packs=packs)
 
 
@@ -250,7 +250,7 @@ def republish(
     if not indexes:
         send(app, broker.SEAL_SHARD, batch_id=run.batch_id, run=run.number, shard=shard.number)
         return
-    with _Outbox(app) as outbox:
+    with _opened_outbox(app) as outbox:
         _put_requests(
             outbox,
             lambda queue: RequestMessages(app, run, shard, queue=queue),
@@ -265,32 +265,22 @@ def republish(
 class _Outbox:
     """Messages on their way to their queues, a few hundred to a command, of one shard or of several small ones.
 
-    Use as a context manager: leaving it pushes what waits, also when a later shard could not be read. A push that fails
-    raises kombu's `OperationalError`, and its messages are not pushed again.
+    Made by `_opened_outbox`. A push that fails raises kombu's `OperationalError`; its messages are not pushed again.
     """
 
-    def __init__(self, app: Celery) -> None:
+    def __init__(self, app: Celery, opened: contextlib.ExitStack) -> None:
         self.app = app
         #: How often something was pushed.
         self.pushes = 0
         self._waiting: dict[str, list[bytes]] = {}
         self._count = self._bytes = 0
         self._enough = min(PUBLISH_FIRST, PUBLISH_BATCH)
-        self._open = contextlib.ExitStack()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        with self._open:
-            self._push()
+        self._opened = opened
 
     @cached_property
     def _producer(self) -> Any:
         """From the first message on: most looks of the watchdog find nothing to publish."""
-        return self._open.enter_context(self.app.producer_pool.acquire(block=True))
+        return self._opened.enter_context(self.app.producer_pool.acquire(block=True))
 
     def declare(self, queue: str) -> None:
         """Declare a queue that messages will be put for."""
@@ -302,14 +292,26 @@ class _Outbox:
         self._count, self._bytes = self._count + 1, self._bytes + len(message)
         if self._count >= self._enough or self._bytes >= PUBLISH_BYTES:
             self._enough = min(2 * self._enough, PUBLISH_BATCH)
-            self._push()
+            self.push()
 
-    def _push(self) -> None:
+    def push(self) -> None:
+        """Push all that waits."""
         waiting, self._waiting = self._waiting, {}
         self._count = self._bytes = 0
         for queue, together in waiting.items():
             self._producer.channel.push(queue, together)
         self.pushes += 1
+
+
+@contextlib.contextmanager
+def _opened_outbox(app: Celery) -> Iterator[_Outbox]:
+    """An outbox. Leaving it pushes what waits, also when a later shard could not be read."""
+    with contextlib.ExitStack() as opened:
+        outbox = _Outbox(app, opened)
+        try:
+            yield outbox
+        finally:
+            outbox.push()
 
 
 def _put_requests(

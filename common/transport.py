@@ -35,6 +35,7 @@ import contextlib
 import logging
 import os
 import threading
+import traceback
 import uuid
 import weakref
 from dataclasses import dataclass
@@ -452,7 +453,7 @@ class Leases:
             for tag, entry in entries:
                 try:
                     queues, message = _redelivered(self._channel, entry)
-                except (ValueError, KeyError, TypeError, AttributeError):
+                except _UNREADABLE:
                     unreadable.append(tag)
                     continue
                 self._restore(keys=[*self._keys, *queues], args=[tag, message, lease_s], client=pipe)
@@ -494,13 +495,24 @@ class _UnreadableError(Exception):
     """What lay in a queue is no message: whoever may write to the broker may have put it there."""
 
 
+#: What reading something that is not built as a message raises; kombu's JSON makes dates, decimals and bytes too, and
+#: may be nested too deeply.
+_UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+
+
 @contextlib.contextmanager
 def _unreadable() -> Iterator[None]:
     """Raises `_UnreadableError` for whatever goes wrong with a message that is not built as one."""
     try:
         yield
-    except (ValueError, LookupError, TypeError, AttributeError) as exc:
+    except _UNREADABLE as exc:
         raise _UnreadableError(type(exc).__name__) from exc
+
+
+def _in_reading(exc: BaseException) -> bool:
+    """Whether kombu raised this while it read a message, and not while it talked to the server."""
+    frames = (frame for frame, _ in traceback.walk_tb(exc.__traceback__))
+    return any(frame.f_globals.get("__name__") in ("kombu.utils.json", "kombu.utils.encoding") for frame in frames)
 
 
 def _from_queue(raw: dict[str, Any], queue: str) -> dict[str, Any]:
@@ -671,10 +683,11 @@ class Channel(stock.Channel):  # type: ignore[misc]  # kombu has no types
         before = self.connection.delivered
         try:
             answer = super()._brpop_read(**options)
-        except ValueError:
-            if self.connection.delivered != before:
+        except _UNREADABLE as exc:
+            if self.connection.delivered != before or not _in_reading(exc):
                 raise
-            logger.error("a message that is not JSON was taken from %s and is dropped", ", ".join(self.active_queues))
+            queues = ", ".join(self.active_queues)
+            logger.error("a message of %s cannot be read and is dropped: %s", queues, type(exc).__name__)
             answer = True
         for queue in self.work_queues:
             for _ in range(TAKES):
@@ -696,12 +709,12 @@ class Channel(stock.Channel):  # type: ignore[misc]  # kombu has no types
                 message = read_json(raw)
                 message["properties"].pop("delivery_tag")  # its sender's; without one it is no message
                 message["properties"]["delivery_tag"] = tag
-            except (ValueError, TypeError, KeyError, AttributeError):
+            except _UNREADABLE:
                 logger.error("a message of %s cannot be read and stays in unacked", queue)
                 self.taken.discard(tag)
                 continue
             self.connection._deliver(message, queue)  # noqa: SLF001 - as kombu's own `_brpop_read` does
-            self.taken.discard(tag)  # is there no more, but for what was left out
+            self.taken.discard(tag)  # where it was left out, nobody else does
         return len(taken)
 
     def push(self, queue: str, messages: Sequence[bytes]) -> None:

@@ -235,7 +235,8 @@ def start(fleet: Fleet, run: Run) -> None:
     """Put the run into Redis, if it is not there, and publish what the window allows.
 
     Raises `BrokerUnavailableError` when the broker fails on the way; the batch is durable all the same. Signals wait
-    until a shard that was begun is published whole: the watchdog would publish the rest, but a minute later.
+    until some hundred requests are published, and their shards whole: the watchdog would publish the rest, but a minute
+    later.
     """
     with _stored_all_the_same(run):
         if run.number != FIRST_RUN:

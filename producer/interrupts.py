@@ -76,6 +76,15 @@ def _handled_by(handler: Any) -> Iterator[None]:
     # A signal that came before is heard in `signal.signal` itself: each handler is noted first, and returns alone.
     with contextlib.ExitStack() as returning:
         for each in _SIGNALS:
-            returning.callback(signal.signal, each, signal.getsignal(each))
+            returning.callback(_return, each, signal.getsignal(each))
             signal.signal(each, handler)
         yield
+
+
+def _return(number: signal.Signals, handler: Any) -> None:
+    """Set a handler for good: where another signal is heard first, its exception is raised afterwards."""
+    try:
+        signal.signal(number, handler)
+    except BaseException:
+        signal.signal(number, handler)
+        raise

@@ -297,14 +297,14 @@ class Watchdog:
             self._others.add(batch_id)
             return
         run = newest_run(self._store, manifest)
-        for number in range(FIRST_RUN, run.number):
-            self._clear_up(batch_id, number)
         if read_end(self._store, batch_id, run.number) is None:
             self._look_after(run)
-            return
-        self._clear_up(batch_id, run.number)
-        self._closed.add(batch_id)
-        self._watched.pop((batch_id, run.number), None)
+        else:
+            self._clear_up(batch_id, run.number)
+            self._closed.add(batch_id)
+            self._watched.pop((batch_id, run.number), None)
+        for number in range(FIRST_RUN, run.number):
+            self._clear_up(batch_id, number)
 
     def _clear_up(self, batch_id: str, number: int) -> None:
         """Close in Redis a run that has its end; one that stays open there would count as work to do for ever."""

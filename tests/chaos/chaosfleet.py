@@ -137,8 +137,10 @@ class ChaosFleet(FleetServers):
         producer = self.start_producer("submit", str(path), "-o", str(output), *options)
 
         def known() -> set[str]:
-            assert producer.running, producer.stderr
-            return {each for each in self.batch_ids() - before if self.ledger.progress(each, 1) is not None}
+            running = producer.running  # a short batch may be over before it is looked for
+            found = {each for each in self.batch_ids() - before if self.ledger.progress(each, 1) is not None}
+            assert found or running, producer.stderr
+            return found
 
         wait_until(known, START_S, "the batch is submitted")
         (batch_id,) = known()
@@ -170,7 +172,7 @@ class ChaosFleet(FleetServers):
         def short() -> bool:
             self.wait_closed(self.submit([embedding_line(f"warm{n}", f"text {n}") for n in range(64)]))
             beats = [beat for worker in workers for beat in self.beats(worker)]
-            return all(pack_sizes([beat], PACK)[beat.queue] == PACK for beat in beats)
+            return len(beats) == len(workers) and all(pack_sizes([beat], PACK)[beat.queue] == PACK for beat in beats)
 
         wait_until(short, START_S, "requests are measured as short")
 

@@ -34,7 +34,7 @@ def warm(chaos: ChaosFleet) -> tuple[ChaosFleet, Process, Process]:
 def test_a_killed_workers_packs_run_on_another_one(warm: tuple[ChaosFleet, Process, Process]) -> None:
     """As single requests do: what it was running runs again, and nothing else."""
     chaos, doomed, _ = warm
-    batch = chaos.submit(embeddings(COUNT, 1.0))
+    batch = chaos.submit(embeddings(COUNT, 2.0))
     assert max(chaos.packed()) == PACK
     doomed_id = chaos.wait_running(batch, doomed, 16)
     assert len(chaos.marks(batch, doomed_id)) == 16, "the window counts requests, not messages"

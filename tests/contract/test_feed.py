@@ -173,3 +173,13 @@ def test_a_run_that_is_sealed_and_not_assembled_is_assembled(feeding: Feeding) -
 
     assert feeding.feed() == 0
     assert feeding.client.llen("aggregate") == 1
+
+
+def test_so_is_one_whose_parts_redis_has_just_learnt_of(feeding: Feeding) -> None:
+    """It was emptied meanwhile: no shard is claimed, and none is published again."""
+    for shard in feeding.run.shards:
+        feeding.ledger.note_sealed(feeding.run.batch_id, 1, shard.number, shard.count)
+
+    assert feeding.feed() == 0
+    assert feeding.queued() == 0
+    assert feeding.client.llen("aggregate") == 1

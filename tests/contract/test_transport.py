@@ -6,10 +6,12 @@ Where stock kombu has no such safeguard the same test runs on it too and shows t
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import os
 import signal
 import socket
+import statistics
 import sys
 import time
 from contextlib import ExitStack
@@ -477,6 +479,10 @@ NO_MESSAGE = [
     b"\xff\xfe",
     b"5",
     b"[]",
+    b"[" * 10_000,
+    b'{"__type__": "decimal", "__value__": "no number"}',
+    b'{"__type__": "datetime", "__value__": 5}',
+    b'{"__type__": "bytes", "__value__": 5}',
     b"{}",
     b'{"properties": {}}',
     b'{"properties": {"delivery_tag": "t", "delivery_info": 5}}',
@@ -486,7 +492,7 @@ NO_MESSAGE = [
 
 
 @pytest.mark.parametrize("at", [0, 20], ids=["waited for", "taken with others"])
-@pytest.mark.parametrize("raw", NO_MESSAGE)
+@pytest.mark.parametrize("raw", NO_MESSAGE, ids=range(len(NO_MESSAGE)))
 def test_what_is_no_message_does_not_end_who_takes_it(
     broker: Server, holders: Callable[..., Holder], caplog: pytest.LogCaptureFixture, raw: bytes, at: int
 ) -> None:
@@ -499,6 +505,37 @@ def test_what_is_no_message_does_not_end_who_takes_it(
     assert any(said in caplog.text for said in ("is dropped", "is left out", "stays in unacked"))
     assert "prompt" not in caplog.text
     assert not holder.channel.taken
+
+
+@pytest.mark.parametrize("raw", NO_MESSAGE, ids=range(len(NO_MESSAGE)))
+def test_what_is_no_message_does_not_keep_a_dead_ones_from_coming_back(
+    broker: Server, holders: Callable[..., Holder], raw: bytes
+) -> None:
+    """A sweep looks at the oldest first, again and again."""
+    dead = holders()
+    dead.send(1)
+    dead.take(1)
+    dead.connection.transport.cycle.close()
+    dead.leases.alive = lambda: False
+    broker.client.hset("unacked", "older", b"[" + raw + b',"","q"]')
+    broker.client.zadd("unacked_index", {"older": 1.0})
+    (late,) = holders().take(1)
+    assert late.delivery_info["redelivered"] is True
+
+
+def test_what_the_connection_raises_is_not_taken_for_an_unreadable_message(
+    broker: Server, holders: Callable[..., Holder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be raised again and again, and nobody would connect anew."""
+    holder = holders()
+    holder.send(1)
+
+    def torn(*_: object, **__: object) -> None:
+        raise AttributeError("a connection that is gone")
+
+    monkeypatch.setattr(holder.channel.client, "parse_response", torn)
+    with pytest.raises(AttributeError, match="gone"):
+        holder.drain(10)
 
 
 def test_what_a_consumer_raises_is_not_taken_for_an_unreadable_message(
@@ -536,11 +573,12 @@ def test_entries_have_the_layout_of_stock_kombu(broker: Server, holders: Callabl
     layouts = []
     for ours in (False, True):
         holder = holders(ours=ours)
+        began = time.time()
         holder.send(1)
         (message,) = holder.take(1)
         tag = message.delivery_tag
         entry = json.loads(broker.client.hget("unacked", tag))
-        assert abs(broker.client.zscore("unacked_index", tag) - time.time()) < 1.0
+        assert began - 0.1 <= broker.client.zscore("unacked_index", tag) <= time.time() + 0.1
         layouts.append((type(entry), len(entry), set(entry[0]), entry[0]["body"], *entry[1:]))
         message.ack()
         wait_until(lambda: broker.unacked() == 0, 5, "the acknowledgement is written")
@@ -670,12 +708,16 @@ def test_a_lease_is_renewed_three_times_before_it_runs_out(broker: Server, holde
     holder = holders()
     holder.send(1)
     (message,) = holder.take(1)
-    scores = set()
-    until = time.monotonic() + LEASE_S
-    while time.monotonic() < until:
+    scores: set[float] = set()
+
+    def seen() -> int:
         scores.add(broker.client.zscore("unacked_index", message.delivery_tag))
-        time.sleep(0.02)
-    assert len(scores) >= 4
+        return len(scores)
+
+    wait_until(lambda: seen() >= 6, 20, "it is renewed again and again")
+    between = [later - earlier for earlier, later in itertools.pairwise(sorted(scores))]
+    # By the server's clock; the middle one, for a busy machine may delay any.
+    assert statistics.median(between) < LEASE_S / 3
 
 
 def test_a_delivery_that_is_just_being_written_is_not_taken_for_lost(
@@ -1073,7 +1115,7 @@ def test_a_worker_that_stops_hands_back_what_it_did_not_run(broker: Server, tmp_
     with Worker(broker, tmp_path, ours=True) as worker:
         for number in range(3):
             worker.send("work", number, 0.0, countdown=60)
-        worker.send("work", 9, 2.5 * LEASE_S)
+        worker.send("work", 9, 5 * LEASE_S)
         wait_until(lambda: broker.unacked() == 4 and worker.logged("start"), 20, "all are in hand")
         tag = next(tag for tag, entry in broker.client.hgetall("unacked").items() if b"[9, " in entry)
         if by == "SIGTERM":

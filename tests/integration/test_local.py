@@ -290,8 +290,9 @@ def test_two_workers_share_the_work_and_the_output_is_one_in_order(workplace: Wo
     lines = chat_lines(2000)
     path, output = workplace.write("in.jsonl", lines), workplace.folder / "out.jsonl"
     process = workplace.start_producer(
-        "submit", str(path), *ECHO, "--workers", "2", "-o", str(output), "--", "--latency-s", "0.2"
-    )
+        "submit", str(path), *ECHO, "--workers", "2", "-o", str(output),
+        "--", "--latency-s", "0.2", "--max-inflight", "32",
+    )  # fmt: skip
     wait_until(lambda: any(path.is_socket() for path in workplace.sockets()), 30, "the broker has a socket")
     seen: dict[bytes, set[bytes]] = {}
 

@@ -1,21 +1,18 @@
-"""Signals in a producer: each is heard, and none comes between an ending and its processes."""
+"""Signals in a producer: each is heard, and handlers come back. What they do to a local fleet: `test_local_endings`."""
 
 from __future__ import annotations
 
 import signal
-import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from producer import interrupts, local
+from producer import interrupts
 from producer.interrupts import Interrupted, raise_interrupted, signals_ignored
-from producer.local import LocalFleet
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from tests.servers import Workplace
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -30,7 +27,7 @@ def _handlers_return() -> Iterator[None]:
 
 def test_a_second_signal_right_after_the_first_says_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(interrupts, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     raise_interrupted()
 
     with pytest.raises(Interrupted):
@@ -61,48 +58,21 @@ def test_a_signal_while_handlers_are_set_leaves_none_of_them_set(monkeypatch: py
     assert {each: signal.getsignal(each) for each in SIGNALS} == before
 
 
-def a_fleet() -> LocalFleet:
-    return LocalFleet("batch_" + "0" * 24, store_uri="file:///s", model="m", engine="echo", workers=1, engine_args=[])
-
-
-@pytest.mark.parametrize("raised", [Interrupted(signal.SIGTERM), KeyboardInterrupt()])
-def test_a_signal_just_before_the_ending_is_raised_after_it(
-    raised: BaseException, workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("during", SIGNALS)
+def test_a_signal_while_handlers_return_leaves_none_of_them_ignored(
+    monkeypatch: pytest.MonkeyPatch, during: signal.Signals
 ) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(workplace.state))
-    monkeypatch.chdir(workplace.folder)
-    waiting = [raised]
+    raise_interrupted()
+    before = {each: signal.getsignal(each) for each in SIGNALS}
+    set_handler, waiting = signal.signal, [during]
 
-    def hears_one_first() -> Any:
-        if waiting:
-            raise waiting.pop()
-        return signals_ignored()
+    def hears_one_first(number: int, handler: Any) -> Any:
+        if waiting and number == during and handler is before[during]:
+            raise Interrupted(waiting.pop())
+        return set_handler(number, handler)
 
-    monkeypatch.setattr(local, "signals_ignored", hears_one_first)
-    with pytest.raises(type(raised)), a_fleet():
-        monkeypatch.chdir("/")
-        assert workplace.alive()
+    with pytest.raises(Interrupted), signals_ignored():
+        monkeypatch.setattr(signal, "signal", hears_one_first)
 
     assert not waiting
-    workplace.assert_nothing_left()
-
-
-def test_an_impatient_second_signal_does_not_come_between_a_fleet_and_its_ending(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(workplace.state))
-    monkeypatch.chdir(workplace.folder)
-    stop = LocalFleet.stop
-
-    def stop_after_another(self: LocalFleet) -> None:
-        signal.raise_signal(signal.SIGINT)
-        stop(self)
-
-    monkeypatch.setattr(LocalFleet, "stop", stop_after_another)
-    raise_interrupted()
-    with pytest.raises(Interrupted), a_fleet():
-        monkeypatch.chdir("/")
-        assert workplace.alive()
-        signal.raise_signal(signal.SIGINT)
-
-    workplace.assert_nothing_left()
+    assert {each: signal.getsignal(each) for each in SIGNALS} == before

@@ -6,8 +6,8 @@ On failure: nothing here can fail.
 
 from __future__ import annotations
 
-#: Share of the mean that one request makes: it follows some hundred requests. Before, it is that of all: the first
-#: ones of an engine are often its slowest.
+#: Share of the mean that one request makes: it follows some hundred requests. The first hundred weigh alike, since an
+#: engine's first ones are often its slowest.
 _SHARE = 0.01
 
 
