@@ -458,6 +458,9 @@ class Leases:
                     continue
                 self._restore(keys=[*self._keys, *queues], args=[tag, message, lease_s], client=pipe)
             answers = pipe.execute(raise_on_error=False)
+        # What it names as its queue is none.
+        asked = [tag for tag, _ in entries if tag not in unreadable]
+        unreadable += [tag for tag, answer in zip(asked, answers, strict=True) if "WRONGTYPE" in str(answer)]
         if unreadable:
             # Not looked at again: the oldest come first, and a slice of such would be all that a sweep ever sees.
             logger.error("%d entries of %s cannot be read and stay there", len(unreadable), self._keys[0])
@@ -478,6 +481,8 @@ def _redelivered(channel: Any, entry: bytes) -> tuple[list[str], str]:
     message["properties"]["delivery_info"]["redelivered"] = True
     priority = channel._get_message_priority(message, reverse=False)  # noqa: SLF001
     queues = channel._lookup(exchange, routing_key) or [routing_key]  # noqa: SLF001
+    if not all(isinstance(queue, str) for queue in queues):
+        raise TypeError("an entry that names no queue")
     return [channel._q_for_pri(queue, priority) for queue in queues], dumps(message)  # noqa: SLF001
 
 
@@ -522,6 +527,13 @@ def _from_queue(raw: dict[str, Any], queue: str) -> dict[str, Any]:
     return raw
 
 
+def _refuse_no_task(body: Any) -> None:
+    """Raises `TypeError` for a body that is none of a task: Celery 5.7's protocol 2, and it does not check."""
+    args, kwargs, embedded = body
+    if not (isinstance(args, list) and isinstance(kwargs, dict) and isinstance(embedded, dict)):
+        raise TypeError("a task's body is its arguments, by place and by name, and what it embeds")
+
+
 class Message(virtual.Message):  # type: ignore[misc]  # kombu has no types
     """A delivery, under a tag of its own. `delivery_info["redelivered"]` is true if it is not the first one."""
 
@@ -530,6 +542,11 @@ class Message(virtual.Message):  # type: ignore[misc]  # kombu has no types
             if payload["properties"]["delivery_tag"] not in channel.taken:
                 payload["properties"]["delivery_tag"] = channel._next_delivery_tag()  # noqa: SLF001
             super().__init__(payload, channel=channel, **kwargs)
+            if self.content_type == _JSON:
+                # Celery would do it at once, and end over what it cannot read, or put it into the log.
+                self._decoded_cache = read_json(self.body)
+                if "task" in (self.headers or ()):
+                    _refuse_no_task(self._decoded_cache)
 
     def _decode(self) -> Any:
         if self.content_type == _JSON and (self.accept is None or _JSON in self.accept):

@@ -507,6 +507,45 @@ def test_what_is_no_message_does_not_end_who_takes_it(
     assert not holder.channel.taken
 
 
+NO_TASK = [1e308, None, True, 5, "[[], {}", "5", "null", "[]", "[[], {}]", "[5, {}, {}]", "[[], 5, {}]", "[[], {}, 5]"]
+
+
+@pytest.mark.parametrize("at", [0, 20], ids=["waited for", "taken with others"])
+@pytest.mark.parametrize("body", NO_TASK, ids=range(len(NO_TASK)))
+def test_a_task_whose_body_is_none_does_not_end_who_takes_it(
+    broker: Server, holders: Callable[..., Holder], caplog: pytest.LogCaptureFixture, body: object, at: int
+) -> None:
+    """Celery reads the body as soon as a message comes, and its worker ends on what that raises."""
+    raw = {
+        "body": body, "content-type": "application/json", "content-encoding": "utf-8",
+        "headers": {"task": "t", "id": "i"}, "properties": {"delivery_tag": "t", "body_encoding": "utf-8"},
+    }  # fmt: skip
+    holder = holders()
+    holder.send(*range(at))
+    broker.client.lpush("q", json.dumps(raw))
+    holder.send(*range(at, 40))
+    holder.take(*range(40))
+    assert "is left out" in caplog.text
+
+
+@pytest.mark.parametrize("queue", [b"null", b"true", b"[]", b'{"a":1}', b'"unacked"'])
+def test_an_entry_that_names_no_queue_does_not_keep_a_dead_ones_from_coming_back(
+    broker: Server, holders: Callable[..., Holder], queue: bytes
+) -> None:
+    dead = holders()
+    dead.send(1)
+    (message,) = dead.take(1)
+    raw = broker.client.hget("unacked", message.delivery_tag)
+    dead.connection.transport.cycle.close()
+    dead.leases.alive = lambda: False
+    for number in range(2 * RESTORE_SLICE):
+        entry = json.dumps([json.loads(raw)[0], "", "here"]).encode().replace(b'"here"', queue)
+        broker.client.hset("unacked", f"older{number}", entry)
+        broker.client.zadd("unacked_index", {f"older{number}": 1.0})
+    (late,) = holders().take(1)
+    assert late.delivery_info["redelivered"] is True
+
+
 @pytest.mark.parametrize("raw", NO_MESSAGE, ids=range(len(NO_MESSAGE)))
 def test_what_is_no_message_does_not_keep_a_dead_ones_from_coming_back(
     broker: Server, holders: Callable[..., Holder], raw: bytes
