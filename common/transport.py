@@ -544,9 +544,9 @@ class Message(virtual.Message):  # type: ignore[misc]  # kombu has no types
             super().__init__(payload, channel=channel, **kwargs)
             if self.content_type == _JSON:
                 # Celery would do it at once, and end over what it cannot read, or put it into the log.
-                self._decoded_cache = read_json(self.body)
+                body = self.decode()  # kept by kombu
                 if "task" in (self.headers or ()):
-                    _refuse_no_task(self._decoded_cache)
+                    _refuse_no_task(body)
 
     def _decode(self) -> Any:
         if self.content_type == _JSON and (self.accept is None or _JSON in self.accept):
