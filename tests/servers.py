@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Self
 
 import psutil
 import redis
+from kombu import pools
 
 from common import broker, layout
 from common.errors import UsageError
@@ -30,6 +31,8 @@ from producer.local import find_broker
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import TracebackType
+
+    from celery import Celery
 
     from common.ledger import WorkerBeat
 
@@ -185,6 +188,20 @@ class BrokerServer:
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def close_app(app: Celery) -> None:
+    """Close an app and its connections.
+
+    Kombu keeps its pools by URL, not by app: one that is closed must not be found by a later app of this process whose
+    broker listens on a port that has been used before.
+    """
+    app.backend.client.connection_pool.disconnect()
+    app.pool.force_close_all()
+    for group in (pools.producers, pools.connections):
+        with suppress(KeyError):
+            del group[app.connection_for_write()]
+    app.close()
 
 
 class Workplace:

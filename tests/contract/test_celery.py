@@ -25,7 +25,7 @@ from common.store import LocalStore
 from common.transport import REQUESTS, Transport
 from producer import control, intake
 from tests.invariants import chat_line, chat_lines
-from tests.servers import BrokerServer, free_port
+from tests.servers import BrokerServer, close_app, free_port
 from workers.lines import Place, read_line
 from workers.receipts import Receipts
 
@@ -53,9 +53,7 @@ def app(request: pytest.FixtureRequest, server: str, tmp_path: Path) -> Iterator
         made = broker.make_app(started.url)
         made.test_server = started
         yield made
-        made.backend.client.connection_pool.disconnect()
-        made.pool.force_close_all()
-        made.close()
+        close_app(made)
 
 
 @pytest.fixture
@@ -420,6 +418,17 @@ def test_a_shard_without_missing_requests_is_sent_to_be_sealed(app: Celery, stor
     (message,) = queued(app, "aggregate")
     assert message["headers"]["task"] == broker.SEAL_SHARD
     assert queued(app, "gpu") == []
+
+
+def test_an_app_publishes_where_an_earlier_one_was_closed(app: Celery, store: LocalStore, tmp_path: Path) -> None:
+    """Of these tests themselves: a free port may have been an earlier server's, and kombu's pools go by URL."""
+    published(app, store, tmp_path, chat_lines(1))
+    close_app(app)
+    other = broker.make_app(app.test_server.url)
+    other.test_server = app.test_server
+
+    assert len(published(other, store, tmp_path, chat_lines(2))) == 3
+    close_app(other)
 
 
 def test_publishing_is_really_batched(app: Celery) -> None:

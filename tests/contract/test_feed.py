@@ -18,7 +18,7 @@ from common.store import LocalStore
 from common.transport import Channel
 from producer import control, intake
 from tests.invariants import chat_lines
-from tests.servers import BrokerServer
+from tests.servers import BrokerServer, close_app
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,14 +57,11 @@ class Feeding:
         return int(self.client.llen("gpu"))
 
     def close(self) -> None:
-        self.app.backend.client.connection_pool.disconnect()
-        self.app.pool.force_close_all()
-        self.app.close()
+        close_app(self.app)
 
 
 @pytest.fixture
 def feeding(server: str, tmp_path: Path) -> Iterator[Feeding]:
-    # A broker of its own: Celery's connections are closed for good, by the broker's URL.
     with BrokerServer(tmp_path / "b", {"PATH": os.environ.get("PATH", os.defpath)}) as started:
         made = Feeding(started, tmp_path)
         yield made

@@ -23,7 +23,7 @@ from common.runs import restore, start_run
 from common.store import LocalStore, store_id
 from producer import control, intake
 from tests.invariants import chat_line, chat_lines
-from tests.servers import BrokerServer
+from tests.servers import BrokerServer, close_app
 from workers import watchdog
 from workers.aggregate import Aggregator
 from workers.watchdog import Watchdog
@@ -90,9 +90,7 @@ class Bench:
             self.watchdog.look()
 
     def close(self) -> None:
-        self.app.backend.client.connection_pool.disconnect()
-        self.app.pool.force_close_all()
-        self.app.close()
+        close_app(self.app)
 
     def sent(self, queue: str) -> list[str]:
         messages: Any = self.client.lrange(queue, 0, -1)
