@@ -15,6 +15,7 @@ import sys
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -60,11 +61,21 @@ def server_binary() -> str | None:
         return None
 
 
+#: Ports below those that kernels give to outgoing connections (32768 and up), each handed out once, and another range
+#: for each of pytest-xdist's processes: nobody takes one between its choice and its server's start. The range begins
+#: somewhere else in every process, for checkouts that are tested side by side.
+_PORTS_PER_PROCESS = 2500
+_FIRST_PORT = 10_000 + _PORTS_PER_PROCESS * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 8)
+_ports = (_FIRST_PORT + (os.getpid() * 97 + step) % _PORTS_PER_PROCESS for step in count())
+
+
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listened on just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of the loopback interface that nobody listens on."""
+    for port in _ports:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no end of ports")
 
 
 @dataclass(frozen=True)
