@@ -39,9 +39,9 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def user_kustomization(folder: Path, overlay: str = "keda") -> Path:
-    """A kustomization of the user's own in `folder`, as the component `monitoring` is meant to be used."""
+def user_kustomization(folder: Path, overlay: str = "keda", component: str = "monitoring") -> Path:
+    """A kustomization of the user's own in `folder`, as the components are meant to be used."""
     relative = os.path.relpath(TOP / "deploy/k8s", folder.resolve())
-    own = {"resources": [f"{relative}/overlays/{overlay}"], "components": [f"{relative}/components/monitoring"]}
+    own = {"resources": [f"{relative}/overlays/{overlay}"], "components": [f"{relative}/components/{component}"]}
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(own))
     return folder

