@@ -231,27 +231,61 @@ def write_batch(
     return held
 
 
-def start(fleet: Fleet, run: Run) -> None:
+def start(fleet: Fleet, run: Run, reporter: Reporter | None = None) -> None:
     """Put the run into Redis, if it is not there, and publish what the window allows.
 
-    Raises `BrokerUnavailableError` when the broker fails on the way; the batch is durable all the same. Signals wait
-    until some hundred requests are published, and their shards whole: the watchdog would publish the rest, but a minute
-    later.
+    Raises `BrokerUnavailableError` when the broker fails on the way; the batch is durable all the same. Who waits for
+    the batch anyway gives a reporter: then an outage, of the store too, is waited for as in `wait`. Signals wait until
+    some hundred requests are published, and their shards whole: the watchdog would publish the rest a minute later.
     """
     with _stored_all_the_same(run):
-        if run.number != FIRST_RUN:
-            fleet.ledger.note_reopened(run.batch_id, run.number)
-        restore(fleet.store, fleet.ledger, run, window=fleet.settings.window)
-        reconcile(fleet.store, fleet.ledger, run)
-        if (wish := read_ending(fleet.store, run.batch_id, run.number)) is not None:
-            # Somebody cancelled it while nobody ran it: it must not win a race against the watchdog now.
-            fleet.ledger.set_ending(run.batch_id, run.number, wish.status.value)
-            send(fleet.app, broker.END_EARLY, batch_id=run.batch_id, run=run.number)
-        feeder = fleet.feeder(run)
-        more = True
-        while more:
-            with signals_deferred():
-                more = feeder.feed(PUBLISH_BATCH) > 0
+        while True:
+            try:
+                _begin(fleet, run)
+            except (redis.RedisError, OperationalError, StoreUnavailableError) as exc:
+                if reporter is None or not _is_outage(exc):
+                    raise
+                _sit_out(reporter, exc)
+            else:
+                return
+
+
+def _begin(fleet: Fleet, run: Run) -> None:
+    """What `start` does. Begun again it goes on; what was claimed and not pushed is left to the watchdog."""
+    if run.number != FIRST_RUN:
+        fleet.ledger.note_reopened(run.batch_id, run.number)
+    restore(fleet.store, fleet.ledger, run, window=fleet.settings.window)
+    reconcile(fleet.store, fleet.ledger, run)
+    if (wish := read_ending(fleet.store, run.batch_id, run.number)) is not None:
+        # Somebody cancelled it while nobody ran it: it must not win a race against the watchdog now.
+        fleet.ledger.set_ending(run.batch_id, run.number, wish.status.value)
+        send(fleet.app, broker.END_EARLY, batch_id=run.batch_id, run=run.number)
+    feeder = fleet.feeder(run)
+    more = True
+    while more:
+        with signals_deferred():
+            more = feeder.feed(PUBLISH_BATCH) > 0
+
+
+def _cause(error: Exception) -> BaseException:
+    """What redis-py raised, where kombu raises it again under a name of its own."""
+    return error.__cause__ if isinstance(error, OperationalError) and error.__cause__ is not None else error
+
+
+def _is_outage(error: Exception) -> bool:
+    """Whether it passes by itself. A Redis that is full, or refuses, waits for somebody to change its set-up."""
+    cause = _cause(error)
+    if isinstance(cause, redis.AuthenticationError):
+        return False
+    return isinstance(cause, StoreUnavailableError | redis.ConnectionError | redis.TimeoutError | OSError)
+
+
+def _sit_out(reporter: Reporter, error: Exception) -> None:
+    """Say what is away, and leave it a second."""
+    logger.debug("waiting", exc_info=error)
+    what = "store" if isinstance(error, StoreUnavailableError) else "broker"
+    reporter.note(f"waiting for the {what} ({type(_cause(error)).__name__})")
+    time.sleep(1.0)
 
 
 @contextlib.contextmanager
@@ -260,9 +294,7 @@ def _stored_all_the_same(run: Run) -> Iterator[None]:
     try:
         yield
     except (redis.RedisError, OperationalError) as exc:
-        # kombu raises redis-py's refusal under a name of its own; the server's words are the same.
-        full = "maxmemory" in str(exc) or "maxmemory" in str(exc.__cause__)
-        reason = "is full (maxmemory)" if full else f"failed ({type(exc).__name__})"
+        reason = "is full (maxmemory)" if "maxmemory" in str(_cause(exc)) else f"failed ({type(_cause(exc)).__name__})"
         raise BrokerUnavailableError(
             f"the broker {reason} while {run.batch_id} was published; "
             "the batch is stored, goes on when the broker can take it, and the same command attaches to it"
@@ -296,11 +328,8 @@ def wait(
             note = hint.look(runs=state.status is not BatchStatus.FINALIZING)
         except (redis.RedisError, StoreUnavailableError) as exc:
             # An outage is not an end: the batch goes on without us, and we look again.
-            logger.debug("waiting", exc_info=True)
-            what = "store" if isinstance(exc, StoreUnavailableError) else "broker"
-            reporter.note(f"waiting for the {what} ({type(exc).__name__})")
             hint.start_anew()
-            time.sleep(1.0)
+            _sit_out(reporter, exc)
             continue
         except ObjectMissingError:
             refuse_removed(fleet.store, run.batch_id)

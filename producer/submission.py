@@ -130,7 +130,7 @@ class Submission:
             run = self._durable(progress, None, fleet.ledger)
             try:
                 destination.begin()
-                self._start(fleet, run)
+                self._start(fleet, run, progress)
                 state = self._wait(fleet, run, destination, progress)
             except (Interrupted, OutputFailedError):
                 progress.say(self._how_to_go_on(run))
@@ -138,9 +138,9 @@ class Submission:
             self._put_down(destination, state, progress)
         return self._finish(progress, state)
 
-    def _start(self, fleet: control.Fleet, run: Run) -> None:
+    def _start(self, fleet: control.Fleet, run: Run, waiting: Progress | None = None) -> None:
         self._span.set(batch_id=run.batch_id, run=run.number, requests=run.total, shards=len(run.shards))
-        control.start(fleet, run)
+        control.start(fleet, run, waiting)
         self._span.end()
 
     def _wait(

@@ -6,14 +6,18 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import redis
+from kombu.exceptions import OperationalError
+from redis.exceptions import NoPermissionError
 
 from common import broker, layout
 from common.batch import first_run
 from common.dispatch import Feeder
-from common.errors import StoreUnavailableError
+from common.errors import BrokerUnavailableError, StoreUnavailableError
 from common.ledger import Address, Ledger, Row
 from common.routes import Routes
 from common.runs import restore
+from common.settings import ProducerSettings
 from common.store import LocalStore
 from common.transport import Channel
 from producer import control, intake
@@ -180,3 +184,92 @@ def test_so_is_one_whose_parts_redis_has_just_learnt_of(feeding: Feeding) -> Non
     assert feeding.feed() == 0
     assert feeding.queued() == 0
     assert feeding.client.llen("aggregate") == 1
+
+
+class Notes:
+    """A reporter that keeps what a producer notes."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def pushes_fail(monkeypatch: pytest.MonkeyPatch, error: Exception, times: int = 1) -> None:
+    """Let the first pushes fail as the transport says it."""
+    left, push = [error] * times, Channel.push
+
+    def failing(self: Channel, queue: str, messages: list[bytes]) -> None:
+        if left:
+            error = left.pop()
+            raise OperationalError(str(error)) from error
+        push(self, queue, messages)
+
+    monkeypatch.setattr(Channel, "push", failing)
+
+
+def starting(feeding: Feeding) -> control.Fleet:
+    return control.Fleet(ProducerSettings(window=COUNT), feeding.store, feeding.app, feeding.ledger)
+
+
+@pytest.mark.parametrize("error", [redis.ConnectionError("cut"), redis.TimeoutError("late"), OSError("reset")])
+def test_who_waits_for_a_batch_sits_out_an_outage_while_it_is_published(
+    feeding: Feeding, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """And publishes on: what was on its way when it came is the watchdog's."""
+    monkeypatch.setattr("producer.control.time.sleep", lambda _: None)
+    pushes_fail(monkeypatch, error, 2)
+    reporter: Any = Notes()
+
+    control.start(starting(feeding), feeding.run, reporter)
+
+    assert reporter.notes == [f"waiting for the broker ({type(error).__name__})"] * 2
+    assert feeding.queued() == COUNT - 2 * 64
+
+
+def test_who_waits_for_a_batch_sits_out_an_outage_of_the_store(
+    feeding: Feeding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("producer.control.time.sleep", lambda _: None)
+    reporter: Any = Notes()
+    away = [StoreUnavailableError("away")]
+
+    def restored(*args: Any, **options: Any) -> None:
+        if away:
+            raise away.pop()
+        restore(*args, **options)
+
+    monkeypatch.setattr("producer.control.restore", restored)
+
+    control.start(starting(feeding), feeding.run, reporter)
+
+    assert reporter.notes == ["waiting for the store (StoreUnavailableError)"]
+    assert feeding.queued() == COUNT
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (redis.OutOfMemoryError("command not allowed when used memory > 'maxmemory'."), "is full"),
+        (NoPermissionError("no permissions"), "NoPermissionError"),
+        (redis.AuthenticationError("WRONGPASS"), "AuthenticationError"),
+    ],
+)
+def test_a_broker_that_refuses_is_no_outage(
+    feeding: Feeding, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
+) -> None:
+    pushes_fail(monkeypatch, error)
+    reporter: Any = Notes()
+
+    with pytest.raises(BrokerUnavailableError, match=said):
+        control.start(starting(feeding), feeding.run, reporter)
+
+    assert reporter.notes == []
+
+
+def test_who_does_not_wait_hears_of_an_outage_at_once(feeding: Feeding, monkeypatch: pytest.MonkeyPatch) -> None:
+    pushes_fail(monkeypatch, redis.ConnectionError("cut"))
+
+    with pytest.raises(BrokerUnavailableError, match=r"failed \(ConnectionError\).*the batch is stored"):
+        control.start(starting(feeding), feeding.run)
