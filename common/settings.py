@@ -53,12 +53,22 @@ class FleetSettings(BaseSettings):
     routes: str = ""
     #: Seconds for which a delivery is its worker's, renewed several times while the worker lives; at least 10. A chord
     #: whose body is being sent claims it for up to 21 s; a lease below that leaves such a loss to the watchdog.
-    lease_s: float = Field(default=DEFAULT_LEASE_S, gt=0)
+    lease_s: float = Field(
+        default=DEFAULT_LEASE_S, allow_inf_nan=False, json_schema_extra={"limits": f"at least {MIN_LEASE_S:g}"}
+    )
+
+    @field_validator("routes")
+    @classmethod
+    def _readable(cls, routes: str) -> str:
+        from common.routes import Routes  # noqa: PLC0415 - it needs the names of queues from here
+
+        Routes.parse(routes)  # here, so that every process refuses it before it does anything
+        return routes
 
     @field_validator("lease_s")
     @classmethod
     def _long_enough(cls, lease_s: float) -> float:
-        if lease_s < MIN_LEASE_S and os.environ.get(_SHORT_LEASES) != "1":
+        if lease_s < (0.1 if os.environ.get(_SHORT_LEASES) == "1" else MIN_LEASE_S):
             raise ValueError(f"must be at least {MIN_LEASE_S:g}")
         return lease_s
 
@@ -147,4 +157,4 @@ def load(kind: type[Settings], **options: Any) -> Settings:
     except ValidationError as exc:
         first = exc.errors(include_url=False, include_input=False)[0]
         name = "_".join(str(part) for part in first["loc"]).upper()
-        raise UsageError(f"FLEET_{name}: {first['msg']}") from None
+        raise UsageError(f"FLEET_{name}: {first['msg'].removeprefix('Value error, ')}") from None

@@ -82,6 +82,8 @@ def _row(name: str, field: FieldInfo, meaning: str) -> str:
 def _limits(field: FieldInfo) -> str:
     if get_origin(field.annotation) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(field.annotation))
+    if isinstance(field.json_schema_extra, dict) and "limits" in field.json_schema_extra:
+        return str(field.json_schema_extra["limits"])  # of a validator, which cannot be read from the field
     said = [
         text.format(f"{getattr(limit, name):g}")
         for limit in field.metadata

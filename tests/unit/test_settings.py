@@ -57,6 +57,7 @@ def test_an_empty_variable_is_an_absent_one(monkeypatch: pytest.MonkeyPatch) -> 
     [
         ("FLEET_WINDOW", "0"), ("FLEET_WINDOW", "secret"), ("FLEET_SHARD_SIZE", "0"), ("FLEET_SHARD_SIZE", "1001"),
         ("FLEET_ENGINE", "secret"), ("FLEET_MAX_INFLIGHT", "-1"), ("FLEET_DRAIN_S", "-0.5"), ("FLEET_DRAIN_S", "nan"),
+        ("FLEET_LEASE_S", "9.9"), ("FLEET_LEASE_S", "nan"), ("FLEET_LEASE_S", "inf"), ("FLEET_ROUTES", "m"),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_refused_by_the_variables_name(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
@@ -68,6 +69,7 @@ def test_a_bad_value_is_refused_by_the_variables_name(monkeypatch: pytest.Monkey
     assert str(caught.value).startswith(f"{name}: ")
     assert "\n" not in str(caught.value)
     assert "secret" not in str(caught.value)
+    assert "Value error" not in str(caught.value)
 
 
 def test_the_largest_shard_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
