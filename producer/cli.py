@@ -34,7 +34,7 @@ from common.runs import BatchState, newest_run, read_end, read_manifest, state_o
 from common.settings import FleetSettings, ProducerSettings, WorkerSettings, load
 from common.store import open_store
 from producer import control, intake, sources
-from producer.interrupts import Interrupted, raise_interrupted, signals_ignored
+from producer.interrupts import Interrupted, ignore_for_good, raise_interrupted
 from producer.local import made_state_folder, state_folder
 from producer.output import Destination, check_destinations, default_output
 from producer.progress import Progress
@@ -225,9 +225,14 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     raise_interrupted()
     if options.command in _RUNS:
         tracing.start()
-    code = _run(options, flags)
-    with signals_ignored():
-        tracing.stop()
+    code: int | None = None
+    try:
+        code = _run(options, flags)
+        ignore_for_good()
+    except Interrupted as exc:  # in the last moment
+        ignore_for_good()
+        code = exc.exit_code if code is None else code
+    tracing.stop()
     sys.exit(code)
 
 

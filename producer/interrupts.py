@@ -1,12 +1,13 @@
-"""SIGINT and SIGTERM in a producer: an exception, and the moments in which neither may arrive.
+"""SIGINT, SIGTERM and SIGHUP in a producer: an exception, and the moments in which none may arrive.
 
-Owns: `Interrupted`, and the handlers of the two signals. Must not know: what is interrupted.
+Owns: `Interrupted`, and the handlers of these signals. Must not know: what is interrupted.
 On failure: the handlers that were there before come back, whatever happens inside a block.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 import time
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+#: SIGHUP is a terminal that was closed, or a lost connection to it.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 #: Seconds after a signal in which another says nothing new: a terminal's Ctrl-C that a parent passes on once more, an
 #: impatient second one. It would interrupt the ending that the first began.
@@ -23,7 +25,7 @@ SAME_WISH_S = 1.0
 
 
 class Interrupted(BaseException):
-    """SIGINT or SIGTERM arrived. Not an `Exception`: nothing on the way may take it for a failure of its own."""
+    """One of the signals arrived. Not an `Exception`: nothing on the way may take it for a failure of its own."""
 
     def __init__(self, signal_number: int) -> None:
         self.exit_code = 128 + signal_number
@@ -31,33 +33,56 @@ class Interrupted(BaseException):
 
 
 def raise_interrupted() -> None:
-    """From now on either signal raises `Interrupted`, but for one that follows within `SAME_WISH_S`.
+    """From now on each signal raises `Interrupted`, but for one that follows within `SAME_WISH_S`.
 
-    Every later time too, not only at first: an exception that is raised inside a finalizer is lost.
+    Every later time too, not only at first: an exception that is raised inside a finalizer is lost. Under `nohup`
+    SIGHUP stays ignored.
     """
     heard: float | None = None
+    terminals = [number for number in (1, 2) if os.isatty(number)]
 
     def interrupt(number: int, _: object) -> None:
         nonlocal heard
         at = time.monotonic()
         if heard is None or at - heard >= SAME_WISH_S:
             heard = at
+            _forget_closed(terminals)
             raise Interrupted(number)
 
     for each in _SIGNALS:
-        signal.signal(each, interrupt)
+        if each is not signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN:
+            signal.signal(each, interrupt)
+
+
+def ignore_for_good() -> None:
+    """From now on no signal is heard: what the command came to stands.
+
+    Otherwise one that arrives while the interpreter ends, which sets handlers of Python's back to the default, would
+    kill a command that is done.
+    """
+    for each in _SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+
+
+def _forget_closed(terminals: list[int]) -> None:
+    """Point what was a terminal and is closed to nowhere: the way back cannot be printed, and that is no failure."""
+    for number in terminals:
+        if not os.isatty(number):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, number)
+            os.close(nowhere)
 
 
 @contextlib.contextmanager
 def signals_ignored() -> Iterator[None]:
-    """Let both signals pass unheard while the block runs."""
+    """Let the signals pass unheard while the block runs."""
     with _handled_by(signal.SIG_IGN):
         yield
 
 
 @contextlib.contextmanager
 def signals_deferred() -> Iterator[None]:
-    """Hold both signals back until the block is left; the last one is then delivered as usual."""
+    """Hold the signals back until the block is left; the last one is then delivered as usual."""
     arrived: list[int] = []
     try:
         with _handled_by(lambda number, _: arrived.append(number)):
@@ -76,7 +101,10 @@ def _handled_by(handler: Any) -> Iterator[None]:
     # A signal that came before is heard in `signal.signal` itself: each handler is noted first, and returns alone.
     with contextlib.ExitStack() as returning:
         for each in _SIGNALS:
-            returning.callback(_return, each, signal.getsignal(each))
+            before = signal.getsignal(each)
+            if before is signal.SIG_IGN:
+                continue  # nothing is to be heard of it later either
+            returning.callback(_return, each, before)
             signal.signal(each, handler)
         yield
 

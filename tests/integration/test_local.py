@@ -119,13 +119,14 @@ def test_a_second_ctrl_c_does_not_leave_processes_behind(workplace: Workplace) -
     workplace.assert_nothing_left()
 
 
-def test_sigterm_ends_everything(workplace: Workplace) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_supervisor_or_a_closed_terminal_ends_everything(workplace: Workplace, number: signal.Signals) -> None:
     lines = half_slow(5.0)
     path, output = workplace.write("in.jsonl", lines), workplace.folder / "out.jsonl"
 
-    result = interrupted(workplace, path, output, signal.SIGTERM).wait(30)
+    result = interrupted(workplace, path, output, number).wait(30)
 
-    assert result.code == 143, result.stderr
+    assert result.code == 128 + number, result.stderr
     workplace.assert_nothing_left()
     assert_prefix(lines, output.read_bytes())
 

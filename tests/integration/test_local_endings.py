@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 def fleet(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalFleet]:
     """A fleet whose processes belong to the workplace, in this process; handlers come back after it."""
-    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     monkeypatch.setenv("XDG_STATE_HOME", str(workplace.state))
     start = LocalFleet._spawn
 

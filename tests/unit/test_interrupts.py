@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from producer import interrupts
-from producer.interrupts import Interrupted, raise_interrupted, signals_ignored
+from producer.interrupts import Interrupted, raise_interrupted, signals_deferred, signals_ignored
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @pytest.fixture(autouse=True)
@@ -76,3 +81,81 @@ def test_a_signal_while_handlers_return_leaves_none_of_them_ignored(
 
     assert not waiting
     assert {each: signal.getsignal(each) for each in SIGNALS} == before
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_each_signal_is_an_exit_code_as_a_shell_has_it(number: signal.Signals) -> None:
+    raise_interrupted()
+
+    with pytest.raises(Interrupted) as caught:
+        signal.raise_signal(number)
+
+    assert caught.value.exit_code == 128 + number
+
+
+def test_what_is_ignored_stays_ignored_and_hides_no_other() -> None:
+    """Under `nohup` that is SIGHUP."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    raise_interrupted()
+    signal.raise_signal(signal.SIGHUP)
+
+    with pytest.raises(Interrupted) as caught, signals_deferred():
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGHUP)
+
+    assert caught.value.exit_code == 143
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+#: Its object goes when the interpreter clears its modules, after it has set Python's handlers back.
+LATE = """
+import os, sys
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=int(sys.argv[1])):
+        kill(pid, number)
+late = Late()
+from producer.cli import main
+main(["check", sys.argv[2]])
+"""
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_after_the_end_does_not_change_the_exit_code(tmp_path: Path, number: signal.Signals) -> None:
+    """A supervisor would repeat what was ended by a signal, and a batch that is closed would be made anew."""
+    path = tmp_path / "in.jsonl"
+    path.write_text("")
+
+    ended = subprocess.run(
+        [sys.executable, "-c", LATE, str(int(number)), str(path)], capture_output=True, timeout=60, check=False
+    )
+
+    assert ended.returncode == 0, ended.stderr
+
+
+#: Waits for a signal, and says the way back to a terminal that is no more.
+HANGS_UP = """
+import sys, time
+from producer.interrupts import Interrupted, raise_interrupted
+raise_interrupted()
+print("up", file=sys.stderr, flush=True)
+try:
+    time.sleep(60)
+except Interrupted as exc:
+    print("the way back", file=sys.stderr, flush=True)
+    sys.exit(exc.exit_code)
+"""
+
+
+def test_a_closed_terminal_is_no_failure_of_its_own() -> None:
+    ours, theirs = pty.openpty()
+    child = subprocess.Popen([sys.executable, "-c", HANGS_UP], stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    try:
+        assert os.read(ours, 10).startswith(b"up")
+        os.close(ours)
+        child.send_signal(signal.SIGHUP)
+
+        assert child.wait(30) == 129
+    finally:
+        child.kill()
+        child.wait()
