@@ -55,7 +55,7 @@ from common.runs import (
 from common.settings import AGGREGATE_QUEUE
 from common.store import store_id
 from producer import intake
-from producer.interrupts import signals_deferred
+from producer.interrupts import raise_lost, signals_deferred
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -283,6 +283,7 @@ def _is_outage(error: Exception) -> bool:
 def _sit_out(reporter: Reporter, error: Exception) -> None:
     """Say what is away, and leave it a second."""
     logger.debug("waiting", exc_info=error)
+    raise_lost()
     what = "store" if isinstance(error, StoreUnavailableError) else "broker"
     reporter.note(f"waiting for the {what} ({type(_cause(error)).__name__})")
     time.sleep(1.0)
@@ -318,6 +319,7 @@ def wait(
     hint, presence = _WorkerHint(fleet, run), Presence(fleet.store, run.batch_id)
     poll_s = REMOTE_POLL_S if fleet.store.local_path("") is None else POLL_S
     while True:
+        raise_lost()
         if on_poll is not None:
             on_poll()
         try:

@@ -32,26 +32,41 @@ class Interrupted(BaseException):
         super().__init__(signal.Signals(signal_number).name)
 
 
+class _Hearing:
+    """The handler that `raise_interrupted` sets."""
+
+    def __init__(self) -> None:
+        self.heard: int | None = None
+        self._at = 0.0
+        self._terminals = [number for number in (1, 2) if os.isatty(number)]
+
+    def __call__(self, number: int, _: object) -> None:
+        at = time.monotonic()
+        if self.heard is None or at - self._at >= SAME_WISH_S:
+            self.heard, self._at = number, at
+            _forget_closed(self._terminals)
+            raise Interrupted(number)
+
+
 def raise_interrupted() -> None:
     """From now on each signal raises `Interrupted`, but for one that follows within `SAME_WISH_S`.
 
-    Every later time too, not only at first: an exception that is raised inside a finalizer is lost. Under `nohup`
-    SIGHUP stays ignored.
+    Every later time too, not only at first, and see `raise_lost`. Under `nohup` SIGHUP stays ignored.
     """
-    heard: float | None = None
-    terminals = [number for number in (1, 2) if os.isatty(number)]
-
-    def interrupt(number: int, _: object) -> None:
-        nonlocal heard
-        at = time.monotonic()
-        if heard is None or at - heard >= SAME_WISH_S:
-            heard = at
-            _forget_closed(terminals)
-            raise Interrupted(number)
-
+    hearing = _Hearing()
     for each in _SIGNALS:
         if each is not signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN:
-            signal.signal(each, interrupt)
+            signal.signal(each, hearing)
+
+
+def raise_lost() -> None:
+    """Raise what was raised before and got lost: in a finalizer, or what runs around a fork, Python ignores exceptions.
+
+    For loops that wait, which nobody enters once `Interrupted` was raised. Nothing without `raise_interrupted`.
+    """
+    hearing = signal.getsignal(signal.SIGTERM)
+    if isinstance(hearing, _Hearing) and hearing.heard is not None:
+        raise Interrupted(hearing.heard)
 
 
 def ignore_for_good() -> None:

@@ -316,7 +316,8 @@ class LocalFleet:
 
     def _spawn(self, name: str, command: list[str], environment: dict[str, str], *, restartable: bool = False) -> None:
         log = self._folder / f"{name}.log"
-        with log.open("ab" if self._restarts else "wb") as output:
+        # An exception of a signal would be ignored around the fork, and after it leave a process that nobody ends.
+        with signals_deferred(), log.open("ab" if self._restarts else "wb") as output:
             popen = subprocess.Popen(  # noqa: S603 - our own commands
                 command,
                 env=environment,
@@ -326,7 +327,7 @@ class LocalFleet:
                 start_new_session=True,
                 preexec_fn=_die_with_parent if sys.platform == "linux" else None,  # noqa: PLW1509 - see there
             )
-        self._processes.append(_Process(name, popen, log, command, environment, restartable=restartable))
+            self._processes.append(_Process(name, popen, log, command, environment, restartable=restartable))
 
 
 class _Process:

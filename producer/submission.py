@@ -18,7 +18,7 @@ from common.batch import CLOSED, FIRST_RUN, BatchStatus, Run, batch_object, dump
 from common.errors import NoSuchBatchError, OutputFailedError, StoreUnavailableError, UsageError
 from common.runs import BatchState, newest_run, now, read_manifest, state_of, state_of_run
 from producer import control
-from producer.interrupts import Interrupted
+from producer.interrupts import Interrupted, raise_lost
 from producer.local import LocalFleet
 from producer.output import Destination
 from producer.progress import Progress, duration
@@ -331,6 +331,7 @@ class Submission:
         """Until a worker is ready: a set-up that cannot work ends here, with the output untouched."""
         started = time.monotonic()
         while not local.serving:
+            raise_lost()
             local.look(fleet.ledger)
             waited_s = time.monotonic() - started
             if waited_s > 1:
@@ -366,7 +367,7 @@ class Submission:
             local = "--local … " if self._options.local else ""
             progress.say(f"{why}producer resume {local}{state.manifest.batch_id} runs what was not finished")
         if self._options.json:
-            output, errors = (name and _place(name) for name in (self._output, self._options.errors))
+            output, errors = (name and placed(name) for name in (self._output, self._options.errors))
             print_result(dumps(shown_object(state, output=output, errors=errors)))
         return exit_code(state)
 
@@ -384,7 +385,7 @@ def _tokens(state: BatchState) -> str:
     return f"{usage.prompt_tokens} + {usage.completion_tokens} tokens{models}, "
 
 
-def _place(name: str) -> str:
+def placed(name: str) -> str:
     """A destination for the batch object."""
     return shown(name) if is_remote(name) else os.path.abspath(name)
 

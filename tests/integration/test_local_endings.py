@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -81,5 +82,26 @@ def test_an_impatient_second_signal_does_not_come_between_a_fleet_and_its_ending
     with pytest.raises(Interrupted), fleet:
         assert workplace.alive()
         signal.raise_signal(signal.SIGINT)
+
+    workplace.assert_nothing_left()
+
+
+def test_a_signal_around_a_fork_is_heard_and_leaves_no_process(
+    workplace: Workplace, fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python ignores what is raised in the hooks around a fork, and what follows would not know the process."""
+    popen, waiting = subprocess.Popen, [signal.SIGTERM]
+
+    def hears_one(*args: Any, **options: Any) -> Any:
+        started = popen(*args, **options)
+        if waiting:
+            signal.raise_signal(waiting.pop())
+        return started
+
+    monkeypatch.setattr(local.subprocess, "Popen", hears_one)
+    raise_interrupted()
+
+    with pytest.raises(Interrupted), fleet:
+        pytest.fail("it was not heard")
 
     workplace.assert_nothing_left()

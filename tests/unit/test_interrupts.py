@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from producer import interrupts
-from producer.interrupts import Interrupted, raise_interrupted, signals_deferred, signals_ignored
+from producer.interrupts import Interrupted, raise_interrupted, raise_lost, signals_deferred, signals_ignored
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -107,6 +107,33 @@ def test_what_is_ignored_stays_ignored_and_hides_no_other() -> None:
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_what_was_raised_where_exceptions_are_ignored_is_raised_again() -> None:
+    class Finalized:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    raise_interrupted()
+    raise_lost()
+    Finalized()
+
+    with pytest.raises(Interrupted) as caught:
+        raise_lost()
+
+    assert caught.value.exit_code == 143
+
+
+def test_nothing_is_lost_where_nothing_hears() -> None:
+    """In a program that uses the Python interface, and after a test that was interrupted."""
+    raise_interrupted()
+    with pytest.raises(Interrupted):
+        signal.raise_signal(signal.SIGINT)
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_DFL)
+
+    raise_lost()
+
+
 #: Its object goes when the interpreter clears its modules, after it has set Python's handlers back.
 LATE = """
 import os, sys
@@ -137,8 +164,8 @@ HANGS_UP = """
 import sys, time
 from producer.interrupts import Interrupted, raise_interrupted
 raise_interrupted()
-print("up", file=sys.stderr, flush=True)
 try:
+    print("up", file=sys.stderr, flush=True)
     time.sleep(60)
 except Interrupted as exc:
     print("the way back", file=sys.stderr, flush=True)
