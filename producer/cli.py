@@ -44,6 +44,7 @@ from producer.submission import (
     Again,
     Submission,
     exit_code,
+    placed,
     print_result,
     shown_object,
 )
@@ -460,21 +461,28 @@ def _fetch(options: argparse.Namespace, _: list[str]) -> int:
     manifest = read_manifest(store, layout.checked_batch_id(options.batch))
     run = newest_run(store, manifest)
     endpoint = load(FleetSettings).s3_endpoint
-    for stored in (layout.output(run.batch_id, run.number), layout.errors(run.batch_id, run.number)):
-        place = store.local_path(stored) or f"{store.uri}/{stored}"
-        check_destinations(place, options.output, options.errors, streams=True, s3_endpoint=endpoint)
-    # The file that is there may be the only other copy: it stays until the new one is whole.
-    target = Destination(options.output, options.errors, replace=True, s3_endpoint=endpoint)
-    with contextlib.closing(target) as destination:
-        end = control.fetch(store, run, destination)
-        if end is None:
-            _say(_line(state_of(store, ledger, manifest)), "error: the batch is still open; its rows are not complete")
-            return EXIT_ERROR
-        destination.close(durable=True)
-        destination.deliver(store, run)
+    if not _put_down(store, run, options.output, options.errors, endpoint, streams=True):
+        _say(_line(state_of(store, ledger, manifest)), "error: the batch is still open; its rows are not complete")
+        return EXIT_ERROR
     state = state_of(store, ledger, manifest)
     _say(_line(state))
     return exit_code(state)
+
+
+def _put_down(
+    store: ObjectStore, run: Run, output: str, errors: str | None, s3_endpoint: str, *, streams: bool = False
+) -> bool:
+    """Copy a closed run's rows to where they are wanted; False, with nothing touched, while it is open."""
+    for stored in (layout.output(run.batch_id, run.number), layout.errors(run.batch_id, run.number)):
+        place = store.local_path(stored) or f"{store.uri}/{stored}"
+        check_destinations(place, output, errors, streams=streams, s3_endpoint=s3_endpoint)
+    # The file that is there may be the only other copy: it stays until the new one is whole.
+    with contextlib.closing(Destination(output, errors, replace=True, s3_endpoint=s3_endpoint)) as destination:
+        if control.fetch(store, run, destination) is None:
+            return False
+        destination.close(durable=True)
+        destination.deliver(store, run)
+    return True
 
 
 def _run_batch(options: argparse.Namespace, flags: list[str]) -> int:
@@ -495,9 +503,7 @@ def _run_batch(options: argparse.Namespace, flags: list[str]) -> int:
     elif end is not None and end.status in (BatchStatus.CANCELLED, BatchStatus.EXPIRED, BatchStatus.FAILED):
         again = Again(run, _UNFINISHED)
     if end is not None and (again is None or not end.counts.failed):
-        nothing = "no row of it failed" if options.command == "retry" else "get its rows with producer fetch"
-        _say(f"{run.batch_id} is {end.status.value} already; {nothing}")
-        return exit_code(state_of(store, None, manifest))
+        return _closed_already(options, store, run, end.status, settings.s3_endpoint)
     output = "" if options.detach else options.output or default_output(manifest.input_name)
     if not options.detach:
         check_destinations(manifest.input_name, output, options.errors, s3_endpoint=settings.s3_endpoint)
@@ -507,6 +513,24 @@ def _run_batch(options: argparse.Namespace, flags: list[str]) -> int:
         return submission.local(progress) if options.local else submission.fleet(progress)
 
 
+def _closed_already(
+    options: argparse.Namespace, store: ObjectStore, run: Run, status: BatchStatus, s3_endpoint: str
+) -> int:
+    """Nothing is to be run: it may have closed a moment ago, so whoever named an output gets it all the same."""
+    state = state_of(store, None, run.manifest)
+    found = _stored_object(store, state)
+    what = "no row of it failed" if options.command == "retry" else "get its rows with producer fetch"
+    if options.output or options.errors:
+        output = options.output or default_output(run.manifest.input_name)
+        _put_down(store, run, output, options.errors, s3_endpoint)
+        what = f"its rows are in {sources.shown(output)}"
+        found = shown_object(state, output=placed(output), errors=options.errors and placed(options.errors))
+    _say(f"{run.batch_id} is {status.value} already; {what}")
+    if options.json:
+        print_result(dumps(found))
+    return exit_code(state)
+
+
 def _cancel(options: argparse.Namespace, _: list[str]) -> int:
     store, _ledger = _stored(options)
     manifest = read_manifest(store, layout.checked_batch_id(options.batch))
@@ -514,8 +538,9 @@ def _cancel(options: argparse.Namespace, _: list[str]) -> int:
     if not options.local:
         with contextlib.suppress(BrokerUnavailableError):
             fleet = control.Fleet.connect(load(FleetSettings), store)
+    closed = state_of(store, None, manifest).closed_at is not None  # before: a fleet at hand ends it within moments
     status = control.cancel(store, fleet, manifest)
-    if state_of(store, None, manifest).closed_at is not None:
+    if closed or status is not BatchStatus.CANCELLED:
         _say(f"{manifest.batch_id} is {status.value} already")
     elif options.local:
         _say(
