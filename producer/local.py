@@ -252,7 +252,13 @@ class LocalFleet:
         if len(os.fsencode(socket)) <= _MAX_SOCKET_PATH_BYTES:
             return socket
         with signals_deferred():  # one that comes between making it and noting it would leave it behind
-            return Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="fleet-"))) / _SOCKET
+            socket = Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="fleet-"))) / _SOCKET
+        if len(os.fsencode(socket)) > _MAX_SOCKET_PATH_BYTES:
+            raise UsageError(
+                f"the paths of {self._folder.parent} and {tempfile.gettempdir()} are too long for the local broker's "
+                f"socket ({_MAX_SOCKET_PATH_BYTES} bytes): set TMPDIR to a shorter one"
+            )
+        return socket
 
     def _start_broker(self, socket: Path) -> None:
         data = self._folder / "broker"
