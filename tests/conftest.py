@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +31,14 @@ def needed(found: str | None, message: str) -> str:
             pytest.fail(message)
         pytest.skip(message)
     return found
+
+
+@pytest.fixture
+def hangups() -> Iterator[None]:
+    """SIGHUP is not ignored, here and in what is started, also where the tests themselves run under `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture(scope="session")

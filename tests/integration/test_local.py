@@ -120,7 +120,9 @@ def test_a_second_ctrl_c_does_not_leave_processes_behind(workplace: Workplace) -
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_supervisor_or_a_closed_terminal_ends_everything(workplace: Workplace, number: signal.Signals) -> None:
+def test_a_supervisor_or_a_closed_terminal_ends_everything(
+    workplace: Workplace, hangups: None, number: signal.Signals
+) -> None:
     lines = half_slow(5.0)
     path, output = workplace.write("in.jsonl", lines), workplace.folder / "out.jsonl"
 

@@ -23,7 +23,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @pytest.fixture(autouse=True)
-def _handlers_return() -> Iterator[None]:
+def _handlers_return(hangups: None) -> Iterator[None]:
     before = {each: signal.getsignal(each) for each in SIGNALS}
     yield
     for each, handler in before.items():
