@@ -440,11 +440,15 @@ class Ledger:
         """Close the run: deliveries are answered as done, and what is left expires."""
         prefixes = [key(batch_id, run, 0)[:-1] for key in (keys.rows, keys.marks, keys.calls, keys.strikes)]
         self._close.call((keys.head(batch_id, run), keys.sealed(batch_id, run)), (status, keys.CLOSED_TTL_S, *prefixes))
-        self._client.srem(keys.REOPENED, f"{batch_id}/{run}")
+        self.forget_reopened(batch_id, run)
 
     def note_reopened(self, batch_id: str, run: int) -> None:
         """Tell the watchdog, who looks at closed batches only now and then, of a run after the first."""
         self._client.sadd(keys.REOPENED, f"{batch_id}/{run}")
+
+    def forget_reopened(self, batch_id: str, run: int) -> None:
+        """Take a later run's announcement back: it has ended."""
+        self._client.srem(keys.REOPENED, f"{batch_id}/{run}")
 
     def reopened(self) -> set[str]:
         """Batches with an open run after the first, by what was noted."""

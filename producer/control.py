@@ -254,6 +254,9 @@ def _begin(fleet: Fleet, run: Run) -> None:
     """What `start` does. Begun again it goes on; what was claimed and not pushed is left to the watchdog."""
     if run.number != FIRST_RUN:
         fleet.ledger.note_reopened(run.batch_id, run.number)
+        # It may have ended since it was found open: who closes it takes this back once, after the end is written.
+        if read_end(fleet.store, run.batch_id, run.number) is not None:
+            fleet.ledger.forget_reopened(run.batch_id, run.number)
     restore(fleet.store, fleet.ledger, run, window=fleet.settings.window)
     reconcile(fleet.store, fleet.ledger, run)
     if (wish := read_ending(fleet.store, run.batch_id, run.number)) is not None:

@@ -58,6 +58,7 @@ MAX_RESTARTS = 8
 _SOCKET = "broker.sock"
 #: `sun_path` has 108 bytes on Linux and 104 elsewhere, with a zero at its end.
 _MAX_SOCKET_PATH_BYTES = 100
+_LONGEST_SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
 
 _PR_SET_PDEATHSIG = 1
 
@@ -253,10 +254,10 @@ class LocalFleet:
             return socket
         with signals_deferred():  # one that comes between making it and noting it would leave it behind
             socket = Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="fleet-"))) / _SOCKET
-        if len(os.fsencode(socket)) > _MAX_SOCKET_PATH_BYTES:
+        if len(os.fsencode(socket)) > _LONGEST_SOCKET_PATH_BYTES:
             raise UsageError(
                 f"the paths of {self._folder.parent} and {tempfile.gettempdir()} are too long for the local broker's "
-                f"socket ({_MAX_SOCKET_PATH_BYTES} bytes): set TMPDIR to a shorter one"
+                f"socket ({_LONGEST_SOCKET_PATH_BYTES} bytes): set TMPDIR to a shorter one"
             )
         return socket
 

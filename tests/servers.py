@@ -266,15 +266,19 @@ class Workplace:
 
     # -- what is left -------------------------------------------------------------------------------------------------
 
-    def alive(self) -> list[psutil.Process]:
+    def alive(self, *names: str) -> list[psutil.Process]:
         """Living processes that were started here, or by those: their working directory lies in the folder.
 
-        Not by name or environment: servers and workers write their title over both.
+        Not by name or environment: servers and workers write their title over both. With `names` only those whose
+        title has one of them; asked here, where a process may end meanwhile.
         """
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                if Path(process.cwd()).is_relative_to(self.folder) and process.status() != psutil.STATUS_ZOMBIE:
+                if not Path(process.cwd()).is_relative_to(self.folder) or process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                title = process.name()
+                if not names or any(name in title for name in names):
                     found.append(process)
         return found
 

@@ -91,7 +91,7 @@ class Fleet:
 
     def engine(self) -> set[int]:
         """The worker's processes: an engine that was replaced is not the same one."""
-        return {process.pid for process in self.servers.alive() if "Engine" in process.name()} | {self.worker.pid}
+        return {process.pid for process in self.servers.alive("Engine")} | {self.worker.pid}
 
     def replay(self, case: Case) -> tuple[str, list[str]]:
         """What came of the case, and what is wrong with it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,7 +12,7 @@ from kombu.exceptions import OperationalError
 from redis.exceptions import NoPermissionError
 
 from common import broker, layout
-from common.batch import first_run
+from common.batch import BatchStatus, RequestCounts, RunEnd, Usage, first_run
 from common.dispatch import Feeder
 from common.errors import BrokerUnavailableError, StoreUnavailableError
 from common.ledger import Address, Ledger, Row
@@ -273,3 +274,17 @@ def test_who_does_not_wait_hears_of_an_outage_at_once(feeding: Feeding, monkeypa
 
     with pytest.raises(BrokerUnavailableError, match=r"failed \(ConnectionError\).*the batch is stored"):
         control.start(starting(feeding), feeding.run)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_later_run_that_has_ended_meanwhile_is_not_announced(
+    feeding: Feeding, monkeypatch: pytest.MonkeyPatch, ended: bool
+) -> None:
+    """Whoever closed it took the announcement back before this one was made: nobody would again."""
+    later = replace(feeding.run, number=2)
+    end = RunEnd(status=BatchStatus.COMPLETED, at=1, counts=RequestCounts(), usage=Usage())
+    monkeypatch.setattr("producer.control.read_end", lambda *_: end if ended else None)
+
+    control.start(starting(feeding), later)
+
+    assert feeding.ledger.reopened() == (set() if ended else {later.batch_id})

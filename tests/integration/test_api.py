@@ -245,7 +245,7 @@ def test_a_local_broker_that_dies_is_an_error_of_the_fleet(
     with submit(lines, local=True, model="test-model", engine="echo") as batch:
         if started:
             next(batch.results())
-        (pid,) = (process.pid for process in alone.alive() if "valkey" in process.name() or "redis" in process.name())
+        (pid,) = (process.pid for process in alone.alive("valkey", "redis"))
         os.kill(pid, signal.SIGKILL)
 
         with pytest.raises(LocalFleetError, match=r"broker died .signal 9.*the same submit goes on"):

@@ -169,7 +169,7 @@ def test_every_series_is_in_the_docs_and_every_one_of_the_docs_is_there(exported
     worker_port = free_port()
     exported.worker("--metrics-port", str(worker_port))
     exported.export()
-    batch_id = exported.submit(3, latency_s=0.5)
+    batch_id = exported.submit(3, latency_s=3.0)
     wait_until(lambda: exported.is_closed(batch_id), 30, "the batch is closed")
     wait_until(lambda: exported.scale()["requests_per_s"] is not None, 10, "the rate is measured")
 

@@ -206,7 +206,7 @@ def test_a_stdout_that_is_full_is_one_sentence(workplace: Workplace) -> None:
 def test_two_submits_of_one_file_at_once_are_one_batch_with_two_outputs(fleet: FleetServers) -> None:
     fleet.aggregator()
     fleet.worker()
-    source = fleet.write("in.jsonl", chat_lines(200, echo={"latency_s": 0.2}))
+    source = fleet.write("in.jsonl", chat_lines(200, echo={"latency_s": 5.0}))
     outputs = [fleet.folder / f"out{number}.jsonl" for number in range(2)]
 
     producers = [fleet.start_producer("submit", str(source), "-o", str(output)) for output in outputs]

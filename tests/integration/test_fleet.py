@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -289,7 +290,8 @@ def test_a_batch_of_a_moment_shows_no_rate(paced: FleetServers) -> None:
     assert (short.code, ended.code) == (0, 4)
     for run in (short, ended):
         (said,) = (line for line in run.stderr.splitlines() if " in all" in line)
-        assert "requests/s" not in said
+        took_s = float(re.search(r"([0-9.]+) s in all", said)[1])
+        assert "requests/s" not in said or (run is short and took_s >= 1.0), said  # a busy machine
 
 
 def test_new_forces_a_fresh_batch(paced: FleetServers) -> None:

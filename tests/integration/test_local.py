@@ -280,7 +280,7 @@ def test_a_batch_that_was_sealed_but_not_assembled_is_finished_by_the_same_comma
 
     process = workplace.start_producer(*command)
     try:
-        wait_until(lambda: not process.running, 20, "the command ends")
+        wait_until(lambda: not process.running, 60, "the command ends")
     finally:
         result = process.stop()
 

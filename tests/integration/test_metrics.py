@@ -75,7 +75,7 @@ def test_a_worker_counts_its_rows_tokens_and_seconds_by_model_and_outcome(watche
 
 
 def test_a_draining_worker_says_so_until_it_is_gone(watched: Watched) -> None:
-    worker = watched.serve("--max-inflight", "2", FLEET_DRAIN_S="1.5")
+    worker = watched.serve("--max-inflight", "2", FLEET_DRAIN_S="6")
     watched.aggregator()
     lines = [chat_line(f"r{i}", "x", echo={"latency_s": 60}) for i in range(3)]
     batch_id = watched.producer("submit", str(watched.write("in.jsonl", lines)), "--detach").stdout.decode().strip()
@@ -198,7 +198,7 @@ def test_a_broker_that_hangs_is_no_reason_to_call_a_worker_dead(
     broker_server: BrokerServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its questions to Redis wait, with requests in hand; its loop turns, and that is what liveness asks."""
-    monkeypatch.setattr("workers.engine.host.STALE_S", 2.0)
+    monkeypatch.setattr("workers.engine.host.STALE_S", 3.5)
     client = redis_client(broker_server.url)
     host = EngineHost(
         EchoEngine.from_args("m", []),
@@ -211,8 +211,8 @@ def test_a_broker_that_hangs_is_no_reason_to_call_a_worker_dead(
     )
     host.start().result(10)
     try:
-        broker_server.client.client_pause(4000)
-        deadline = time.monotonic() + 3.5
+        broker_server.client.client_pause(6500)
+        deadline = time.monotonic() + 6.0
         while time.monotonic() < deadline:
             assert host.alive
             time.sleep(0.1)

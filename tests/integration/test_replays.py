@@ -110,7 +110,7 @@ def control(fleet: FleetServers, *words: str) -> Process:
 def test_a_worker_takes_terminate_and_the_signals_that_end_it(fleet: FleetServers) -> None:
     """C12: terminating a running request harms nothing else, and SIGQUIT or two SIGTERMs hand everything back."""
     fleet.aggregator()
-    lines = slow_base40(4.0)
+    lines = slow_base40(12.0)
     batch_id = detach(fleet, lines)
     first = fleet.worker("--max-inflight", "8")
     wait_until(lambda: len(marked(fleet, batch_id)) == 8, 30, "eight requests run")

@@ -344,6 +344,7 @@ def test_a_delivery_that_brings_no_row_says_why(traced: FleetServers, collector:
     wait_until(lambda: traced.taken() == 1, 20, "the request runs again")
     assert traced.producer("cancel", batch_id).code == 0
     closed(traced, batch_id)
+    wait_until(lambda: traced.taken() == 0, 20, "it was stopped")
     traced.stop_all()
 
     deliveries = collector.spans("request")

@@ -308,7 +308,7 @@ def test_the_shards_joined_are_the_files_requests_in_order(
     drawn: list[tuple[str, str]], max_shard_size: int, bom: bool, cut_last_end: bool
 ) -> None:
     """Whatever stands in the lines and between them: no request is lost, repeated, changed or moved."""
-    wanted = [line(f"{number}{text}", text=text) for number, (text, _) in enumerate(drawn)]
+    wanted = [line(f"{number}-{text}", text=text) for number, (text, _) in enumerate(drawn)]
     ends = [end for _, end in drawn]
     if cut_last_end and ends:
         ends[-1] = ""

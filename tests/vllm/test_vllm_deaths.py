@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from common import keys
 from tests.conftest import CASES
 from tests.invariants import input_lines
 from tests.rows import parse_row, same_row
@@ -44,7 +45,7 @@ def fleet(server: str, tmp_path: Path) -> Iterator[FleetServers]:
 
 def engines(fleet: FleetServers) -> list[psutil.Process]:
     """The processes of engines that are alive."""
-    return [process for process in fleet.alive() if "Engine" in process.name()]
+    return fleet.alive("Engine")
 
 
 def worker(fleet: FleetServers, model_folder: str) -> Process:
@@ -86,8 +87,10 @@ def two_batches_in_sequence(fleet: FleetServers) -> None:
     for _ in range(2):
         batch_id, most = submitted(fleet, source), 0
         while not fleet.is_closed(batch_id):
-            marks = fleet.client.scan_iter(f"fleet:{batch_id}:1:marks:*")
-            most = max(most, sum(fleet.client.hlen(key) for key in marks))
+            with fleet.client.pipeline() as together:  # at one moment, while shards' marks come and go
+                for shard in range(REQUESTS):  # more than there are
+                    together.hlen(keys.marks(batch_id, 1, shard))
+                most = max(most, sum(together.execute()))
             time.sleep(0.01)
         found = [parse_row(row) for row in rows(fleet, batch_id)]
         assert [row["custom_id"] for row in found] == [json.loads(line)["custom_id"] for line in lines]

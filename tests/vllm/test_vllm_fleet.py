@@ -94,7 +94,7 @@ def test_rows_through_the_fleet_are_those_of_run_batch(workplace: Workplace, mod
 
 def engine_of(workplace: Workplace) -> list[psutil.Process]:
     """The engine's own processes."""
-    return [process for process in workplace.alive() if "Engine" in process.name()]
+    return workplace.alive("Engine")
 
 
 def test_ctrl_c_ends_the_engine_too(workplace: Workplace, model_folder: str, tmp_path: Path) -> None:
