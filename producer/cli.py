@@ -187,11 +187,16 @@ def _add_run(
 
 
 def _seconds(text: str) -> int:
-    """`90`, `90s`, `30m`, `24h`, `7d` in seconds."""
-    match = re.fullmatch(r"([1-9]\d*)([smhd]?)", text)
+    """`90s`, `30m`, `24h`, `7d` in seconds. Never without a unit: who means seven days must not purge seven seconds."""
+    match = re.fullmatch(r"([1-9][0-9]*)([smhd]?)", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no time: say 90s, 30m, 24h or 7d, at least 1s")
-    return int(match.group(1)) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match.group(2)]
+    number, unit = match.groups()
+    if not unit:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has no unit: say {text}s, {text}m, {text}h or {text}d for seconds, minutes, hours or days"
+        )
+    return int(number) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[unit]
 
 
 def _limit(text: str) -> tuple[int, bool]:
