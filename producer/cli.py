@@ -120,6 +120,8 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--local", action="store_true", help="look at the batches of --local; needs no FLEET_STORE"
         )
+    for each in commands.choices.values():
+        each.set_defaults(parser=each)  # it knows the command's own usage
     return parser
 
 
@@ -224,10 +226,11 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     if "--" in arguments:
         at = arguments.index("--")
         arguments, flags = arguments[:at], arguments[at + 1 :]
-    parser = build_parser()
-    options = parser.parse_args(arguments)
+    options, rest = build_parser().parse_known_args(arguments)
+    if rest:
+        options.parser.error(_unrecognized(options.command, rest))
     if flags and options.command not in _RUNS:
-        parser.error("only submit, resume and retry take engine flags after --")
+        options.parser.error("only submit, resume and retry take engine flags after --")
     raise_interrupted()
     if options.command in _RUNS:
         tracing.start()
@@ -240,6 +243,19 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         code = exc.exit_code if code is None else code
     tracing.stop()
     sys.exit(code)
+
+
+def _unrecognized(command: str, rest: Sequence[str]) -> str:
+    """What is said of arguments that the command does not know, which may be the engine's."""
+    said = f"unrecognized arguments: {' '.join(map(sources.shown, rest))}"
+    first = next((each.partition("=")[0] for each in rest if each.startswith("-")), None)
+    if first is None or command not in _RUNS:
+        return said
+    what = "INPUT" if command == "submit" else "BATCH"
+    return (
+        f"{said}\nThe engine's own flags go after --, with --local: "
+        f"producer {command} {what} --local --model M -- {first} ..."
+    )
 
 
 def _run(options: argparse.Namespace, flags: list[str]) -> int:  # noqa: PLR0911 - one per kind of end

@@ -34,3 +34,31 @@ def test_a_time_without_a_unit_is_refused(capsys: pytest.CaptureFixture[str], co
 @pytest.mark.parametrize("text", ["0", "0s", "-1d", "1w", "1.5h", "d", "", "٧d"])
 def test_what_is_no_time_is_refused(capsys: pytest.CaptureFixture[str], text: str) -> None:
     assert "is no time: say 90s, 30m, 24h or 7d, at least 1s" in refusal(capsys, "purge", f"--older-than={text}")
+
+
+@pytest.mark.parametrize(("command", "what"), [("submit", "INPUT"), ("resume", "BATCH"), ("retry", "BATCH")])
+@pytest.mark.parametrize("flag", [["--max-model-len", "100"], ["--max-model-len=100"]])
+def test_an_engines_flag_among_ours_is_told_its_place(
+    capsys: pytest.CaptureFixture[str], command: str, what: str, flag: list[str]
+) -> None:
+    """`vllm run-batch` takes them anywhere."""
+    said = refusal(capsys, command, "in.jsonl", "--local", "--model", "m", *flag)
+
+    assert said.startswith(f"usage: producer {command} {what} [-o OUTPUT] [options] [-- ENGINE FLAGS]\n")
+    assert f"unrecognized arguments: {' '.join(flag)}\n" in said
+    assert said.endswith(
+        f"after --, with --local: producer {command} {what} --local --model M -- --max-model-len ...\n"
+    )
+
+
+def test_what_no_engine_would_take_is_only_called_unrecognized(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the usage of the command that was meant, and nothing of a URL that may be secret."""
+    second = refusal(capsys, "submit", "in.jsonl", "https://user:secret@host/in.jsonl?sig=secret")
+    other = refusal(capsys, "fetch", "BATCH", "-o", "out.jsonl", "--max-model-len", "100")
+    flags = refusal(capsys, "check", "in.jsonl", "--", "--max-model-len", "100")
+
+    assert second.endswith("unrecognized arguments: https://host/in.jsonl\n")
+    assert other.startswith("usage: producer fetch ")
+    assert other.endswith("unrecognized arguments: --max-model-len 100\n")
+    assert flags.startswith("usage: producer check ")
+    assert "only submit, resume and retry take engine flags" in flags
