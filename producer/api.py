@@ -18,6 +18,7 @@ import os
 import tempfile
 import time
 import weakref
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -35,7 +36,7 @@ from producer.local import LocalFleet, made_state_folder
 from producer.submission import shown_object
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from common.batch import Manifest, Run
     from common.runs import BatchState
@@ -60,20 +61,23 @@ def submit(
 ) -> Batch:
     """Submit a file, a URL, or lines; returns once the batch is durable and its first requests are published.
 
-    Without `new`, requests whose batch is open attach to that batch. `local` runs everything on this machine, with
-    `workers` processes that serve `model` on `engine` with the engine's own `engine_args`; close the batch, or use it
-    as a context manager, to end them. `expires_s` is in seconds; `fail_after` is a number of failed rows, or a share of
+    A line is a request as a dict, or its JSON as text or bytes. Without `new`, requests whose batch is open attach to
+    that batch. `local` runs everything on this machine, with `workers` processes that serve `model` on `engine` with
+    the engine's own `engine_args`, a list of words like `["--max-model-len", "8192"]`; close the batch, or use it as a
+    context manager, to end them. `expires_s` is in seconds; `fail_after` is a number of failed rows, or a share of
     all rows like "5%". `settings` win over the environment, by the names of `FLEET_*` in lower case: `{"store": "file:///srv/fleet"}`.
 
     Raises `InputRefusedError`, `UsageError`, `BrokerUnavailableError`, `StoreUnavailableError`.
     """
-    chosen = _settings(settings or {}, local=local, model=model, workers=workers)
+    _refuse_source(source)
+    words = _words(engine_args)
+    chosen = _settings({} if settings is None else settings, local=local, model=model, workers=workers)
     if expires_s is not None and (not isinstance(expires_s, int) or expires_s < 1):
         raise UsageError(f"expires_s={expires_s!r} must be a positive number of seconds")
     _limit(fail_after, 1)
     store = open_store(chosen.store, s3_endpoint=chosen.s3_endpoint)
     limits = load(ProducerSettings)
-    depends_on = [engine, model or "", *engine_args] if local else []
+    depends_on = [engine, model or "", *words] if local else []
     began = tracing.now()
     with _source(source, limits) as staged, contextlib.ExitStack() as traced:
         checked = intake.check(staged.shown, staged.path, limits=limits)
@@ -116,7 +120,7 @@ def submit(
             model=model or "",
             engine=engine,
             workers=workers,
-            engine_args=list(engine_args),
+            engine_args=words,
             taken_up=attached is not None,
         )
         try:
@@ -291,8 +295,8 @@ def _settings(given: Mapping[str, Any], *, local: bool, model: str | None, worke
         return chosen.with_store()
     if not model:
         raise UsageError("local=True needs a model")
-    if workers < 1:
-        raise UsageError("workers must be at least 1")
+    if not isinstance(workers, int) or workers < 1:
+        raise UsageError("workers must be a number, at least 1")
     load(WorkerSettings)  # what the workers would refuse, a moment later and after the batch was written
     if chosen.store:
         return chosen
@@ -300,6 +304,10 @@ def _settings(given: Mapping[str, Any], *, local: bool, model: str | None, worke
 
 
 def _load(given: Mapping[str, Any]) -> FleetSettings:
+    if not isinstance(given, Mapping):
+        raise UsageError(
+            f'settings must be a mapping like {{"store": "file:///srv/fleet"}}, not {type(given).__name__}'
+        )
     unknown = sorted(set(given) - set(FleetSettings.model_fields))
     if unknown:
         raise UsageError(
@@ -322,6 +330,40 @@ def _limit(given: int | str | None, total: int) -> int | None:
     return control.fail_after(number, total, is_share=share)
 
 
+def _words(engine_args: Sequence[str]) -> list[str]:
+    """The engine's own flags. A text is refused: as a sequence it is its letters."""
+    if isinstance(engine_args, (str, bytes, Mapping)) or not isinstance(engine_args, Iterable):
+        raise UsageError(
+            f'engine_args must be a list of words like ["--max-model-len", "8192"], not {type(engine_args).__name__}'
+        )
+    words = list(engine_args)
+    for word in words:
+        if not isinstance(word, str):
+            raise UsageError(f'engine_args must hold words as text, like "8192", not {type(word).__name__}')
+    return words
+
+
+def _refuse_source(source: object) -> None:
+    """Raise `UsageError` for what is no source: iterated over, it would be something else than what is meant."""
+    if isinstance(source, (bytes, bytearray, Mapping)) or not isinstance(source, (str, os.PathLike, Iterable)):
+        raise UsageError(f"the source must be a path, a URL, or a list of requests, not {type(source).__name__}")
+
+
+def _raw_line(number: int, line: object) -> bytes:
+    """A line of the file that intake reads. Raises `UsageError` for what cannot be one."""
+    if not isinstance(line, (str, bytes, dict)):
+        raise UsageError(
+            f"request {number} of the source must be a dict, or its JSON as text or bytes, not {type(line).__name__}"
+        )
+    try:
+        text = json.dumps(line, ensure_ascii=False) if isinstance(line, dict) else line
+        return text.encode() if isinstance(text, str) else text
+    except UnicodeEncodeError:
+        raise UsageError(f"request {number} of the source holds text that is no Unicode (a lone surrogate)") from None
+    except (TypeError, ValueError, RecursionError) as exc:  # it names types, and quotes nothing
+        raise UsageError(f"request {number} of the source cannot be written as JSON: {exc}") from None
+
+
 @contextlib.contextmanager
 def _source(source: str | os.PathLike[str] | Iterable[Line], limits: ProducerSettings) -> Iterator[sources.Source]:
     """A source that can be read twice: a name as the command line takes it, or lines, written to a temporary file."""
@@ -332,9 +374,7 @@ def _source(source: str | os.PathLike[str] | Iterable[Line], limits: ProducerSet
     with tempfile.TemporaryDirectory(prefix="fleet-input-") as folder:
         path = Path(folder) / "lines.jsonl"
         with path.open("wb") as file:
-            for line in source:
-                text = json.dumps(line, ensure_ascii=False) if isinstance(line, dict) else line
-                raw = text.encode() if isinstance(text, str) else text
-                file.write(raw.rstrip(b"\n") + b"\n")
+            for number, line in enumerate(source, start=1):
+                file.write(_raw_line(number, line).rstrip(b"\n") + b"\n")
         with sources.staged(str(path), limits) as staged:
             yield sources.Source(staged.path, "lines")

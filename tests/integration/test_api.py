@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -155,6 +155,41 @@ def test_what_the_command_says_is_an_exception(fleet: FleetServers) -> None:
     with pytest.raises(NoSuchBatchError):
         Batch.find("batch_" + "0" * 24)
     assert fleet.batch_ids() == set()
+
+
+def looped() -> dict[str, object]:
+    loop: dict[str, object] = {}
+    loop["body"] = loop
+    return loop
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        123, None, {"custom_id": "a"}, b"in.jsonl", bytearray(b"in.jsonl"), [1], [("custom_id", "a")], [None],
+        [{"body": object()}], [looped()], [{"custom_id": "\ud800"}], ["\ud800"],
+    ],
+    ids=lambda source: type(source).__name__,
+)  # fmt: skip
+def test_what_is_no_source_is_refused_in_a_sentence(tmp_path: Path, source: Any) -> None:
+    """Not as an exception of Python's, and not as the keys of a dict or the numbers in bytes."""
+    with pytest.raises(UsageError, match=r"source (must be|cannot be|holds)"):
+        submit(source, settings={"store": (tmp_path / "store").as_uri()})
+    assert not list(tmp_path.glob("store/batches/*"))
+
+
+@pytest.mark.parametrize("engine_args", ["--latency-s 1", b"--latency-s", {"--latency-s": "1"}, 1, ["--latency-s", 1]])
+def test_flags_of_the_engine_are_a_list_of_words(alone: Workplace, engine_args: Any) -> None:
+    """A text would be its letters, each of them a flag."""
+    with pytest.raises(UsageError, match="engine_args must"):
+        submit(chat_lines(1), local=True, model="test-model", engine="echo", engine_args=engine_args)
+    assert kept(alone) == []
+
+
+@pytest.mark.parametrize("options", [{"settings": 5}, {"settings": []}, {"workers": "2"}])
+def test_an_option_of_another_type_is_refused_in_a_sentence(alone: Workplace, options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="must be a"):
+        submit(chat_lines(1), local=True, model="test-model", engine="echo", **options)
 
 
 def test_nothing_needs_no_fleet(tmp_path: Path) -> None:
