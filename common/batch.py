@@ -74,7 +74,8 @@ def parse_line(raw: bytes) -> RequestLine:
     except UnicodeDecodeError as exc:
         raise LineError(f"not UTF-8 (byte {exc.start + 1} of the line){_guess_encoding(raw)}") from None
     try:
-        value = from_json(raw, allow_inf_nan=False)
+        # Without the line's end: what is missing there would be missing on a line 2.
+        value = from_json(raw.rstrip(JSON_SPACE), allow_inf_nan=False)
     except ValueError as exc:
         raise LineError(_json_reason(raw, str(exc))) from None
     if not isinstance(value, dict):

@@ -141,6 +141,20 @@ def test_what_is_not_json_is_refused_with_a_column(raw: bytes) -> None:
     assert "line 1" not in message
 
 
+@pytest.mark.parametrize("end", [b"", b"\n", b"\r\n"])
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b'{"custom_id":', "EOF while parsing a value at column 13"),
+        (b'{"custom_id": "a', "EOF while parsing a string at column 16"),
+        (b"{", "EOF while parsing an object at column 1"),
+    ],
+)
+def test_what_a_line_lacks_at_its_end_is_lacking_on_that_line(line: bytes, said: str, end: bytes) -> None:
+    """Not at column 0 of a line 2, beside the number of the line in the file; an open string is one, not its LF."""
+    assert reason(line + end) == f"not JSON: {said}"
+
+
 @pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity"])
 def test_numbers_that_json_lacks_are_refused(literal: str) -> None:
     """Python writes them without being asked; an engine would sample with them."""
