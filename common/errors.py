@@ -34,7 +34,8 @@ class InputRefusedError(FleetError):
     def __init__(self, problems: list[str], total: int) -> None:
         self.problems = problems
         self.total = total
-        more = [f"... and {total - len(problems)} more problems"] if total > len(problems) else []
+        unnamed = total - len(problems)
+        more = [f"... and {unnamed} more problem{'' if unnamed == 1 else 's'}"] if unnamed > 0 else []
         super().__init__("\n".join([*problems, *more]))
 
 

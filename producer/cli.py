@@ -37,7 +37,7 @@ from producer import control, intake, sources
 from producer.interrupts import Interrupted, ignore_for_good, raise_interrupted
 from producer.local import made_state_folder, state_folder
 from producer.output import Destination, check_destinations, default_output
-from producer.progress import Progress
+from producer.progress import Progress, counted
 from producer.submission import (
     EXIT_ERROR,
     EXIT_OK,
@@ -263,9 +263,7 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:  # noqa: PLR0911
     try:
         return _COMMANDS[options.command](options, flags)
     except InputRefusedError as exc:
-        _say(*exc.problems)
-        if exc.total > len(exc.problems):
-            _say(f"... and {exc.total - len(exc.problems)} more problems")
+        _say(str(exc))
         return exc.exit_code
     except FleetError as exc:
         _say(f"error: {exc}")
@@ -386,7 +384,7 @@ def _check(options: argparse.Namespace, _: list[str]) -> int:
     limits = load(ProducerSettings)
     with sources.staged(name, limits) as source:
         checked = intake.check(source.shown, source.path, limits=limits)
-    _say(f"{source.shown}: {checked.total} requests, all well-formed")
+    _say(f"{source.shown}: {counted(checked.total, 'request')}, all well-formed")
     return EXIT_OK
 
 
@@ -581,7 +579,7 @@ def _purge(options: argparse.Namespace, _: list[str]) -> int:
     for batch_id in control.purge(store, options.older_than, dry_run=options.dry_run):
         print_result(batch_id)
         removed += 1
-    _say(f"{removed} batches {'would be ' if options.dry_run else ''}removed")
+    _say(f"{counted(removed, 'batch')} {'would be ' if options.dry_run else ''}removed")
     return EXIT_OK
 
 

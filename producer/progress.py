@@ -43,6 +43,12 @@ class Rates:
         return (last[1] - first[1]) / seconds, (last[2] - first[2]) / seconds
 
 
+def counted(number: int, thing: str) -> str:
+    """A number of things for people: 1 shard, 2 shards, 0 batches."""
+    ending = "es" if thing.endswith("ch") else "s"
+    return f"{number} {thing}{'' if number == 1 else ending}"
+
+
 def duration(seconds: float) -> str:
     """Seconds for people: 9.3 s, 4:05, 1:02:03."""
     if seconds < 59.95:

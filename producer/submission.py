@@ -21,7 +21,7 @@ from producer import control
 from producer.interrupts import Interrupted, raise_lost
 from producer.local import LocalFleet
 from producer.output import Destination
-from producer.progress import Progress, duration
+from producer.progress import Progress, counted, duration
 from producer.sources import is_remote, shown
 
 if TYPE_CHECKING:
@@ -278,9 +278,8 @@ class Submission:
             counts = state_of_run(self._store, ledger, self._attached).counts
             self._done_before = counts.completed + counts.failed
             what = "the open batch of this file" if self._attached.number == FIRST_RUN else "its open run"
-            progress.say(
-                f"{self._attached.batch_id}: attached to {what}, {self._done_before} of {counts.total} requests done"
-            )
+            total = counted(counts.total, "request")
+            progress.say(f"{self._attached.batch_id}: attached to {what}, {self._done_before} of {total} done")
             self._say_what_stays(progress, self._attached)
             return self._attached
         assert self._checked is not None
@@ -298,7 +297,8 @@ class Submission:
         )
         if batch_id is not None and manifest.batch_id != batch_id:
             raise UsageError(f"another producer is running this file as {manifest.batch_id} on this machine")
-        progress.say(f"{manifest.batch_id}: {manifest.total} requests in {len(manifest.counts)} shards")
+        requests, shards = counted(manifest.total, "request"), counted(len(manifest.counts), "shard")
+        progress.say(f"{manifest.batch_id}: {requests} in {shards}")
         return first_run(manifest)
 
     def _say_what_stays(self, progress: Progress, attached: Run) -> None:
@@ -308,7 +308,7 @@ class Submission:
             progress.say("--expires is not applied: the batch was submitted without it")
         wanted = self._fail_after(manifest.total)
         if wanted is not None and wanted != manifest.fail_after:
-            kept = "without it" if manifest.fail_after is None else f"with {manifest.fail_after} rows"
+            kept = "without it" if manifest.fail_after is None else f"with {counted(manifest.fail_after, 'row')}"
             progress.say(f"--fail-after is not applied: the batch was submitted {kept}")
 
     def _fail_after(self, total: int) -> int | None:
@@ -323,7 +323,8 @@ class Submission:
         if run is None:
             raise UsageError(f"{again.closed.batch_id} has no row to run again")
         self._done_before = run.manifest.total - run.total
-        progress.say(f"{run.batch_id}: run {run.number} over {run.total} of {run.manifest.total} requests")
+        total = counted(run.manifest.total, "request")
+        progress.say(f"{run.batch_id}: run {run.number} over {run.total} of {total}")
         return run
 
     @staticmethod

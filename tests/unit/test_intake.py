@@ -139,6 +139,9 @@ def test_twenty_problems_are_named_and_all_are_counted(tmp_path: Path) -> None:
     assert [each.split(":")[1] for each in caught.value.problems] == [str(number) for number in range(2, 22)]
     assert len(caught.value.problems) == MAX_PROBLEMS
     assert caught.value.total == 150
+    assert str(caught.value).endswith("\n... and 130 more problems")
+    assert str(InputRefusedError(["NAME:1: not UTF-8"], 2)).endswith("\n... and 1 more problem")
+    assert str(InputRefusedError(["NAME:1: not UTF-8"], 1)) == "NAME:1: not UTF-8"
 
 
 def test_an_early_repeated_id_is_among_the_named_problems(tmp_path: Path) -> None:

@@ -6,12 +6,17 @@ import io
 
 import pytest
 
-from producer.progress import RATE_WINDOW_S, Progress, Rates, duration
+from producer.progress import RATE_WINDOW_S, Progress, Rates, counted, duration
 
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+def test_one_of_a_thing_is_no_plural() -> None:
+    assert [counted(number, "shard") for number in (0, 1, 2)] == ["0 shards", "1 shard", "2 shards"]
+    assert [counted(number, "batch") for number in (0, 1, 2)] == ["0 batches", "1 batch", "2 batches"]
 
 
 def test_a_rate_needs_two_samples() -> None:
