@@ -436,6 +436,8 @@ def _status(options: argparse.Namespace, _: list[str]) -> int:
     if options.json:
         print_result(dumps({"object": "list", "data": [_stored_object(store, state) for state in states]}))
         return EXIT_OK
+    if not states:
+        _say(f"no open batch in {store.uri}")
     for state in states:
         print_result(_line(state))
     if ledger is not None:
@@ -470,8 +472,12 @@ def _queue_lines(ledger: Ledger, routes: Routes, runs: Sequence[Run]) -> Iterato
 
 def _list(options: argparse.Namespace, _: list[str]) -> int:
     store, ledger = _stored(options)
+    empty = True
     for state in control.states(store, ledger):
         print_result(dumps(_stored_object(store, state)) if options.json else _line(state))
+        empty = False
+    if empty and not options.json:
+        _say(f"no batch in {store.uri}")
     return EXIT_OK
 
 
