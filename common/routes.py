@@ -10,20 +10,16 @@ A model that no route names goes to the default queue, whose engine answers it, 
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from common.batch import model_of
 from common.errors import UsageError
-from common.settings import AGGREGATE_QUEUE, GPU_QUEUE
+from common.settings import AGGREGATE_QUEUE, GPU_QUEUE, QUEUE_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Self
-
-#: What a queue may be called: it is a key in Redis and a label of metrics.
-_QUEUE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
@@ -39,7 +35,7 @@ class Routes:
         by_model: dict[str, str] = {}
         for each in filter(None, (part.strip() for part in text.split(","))):
             model, equals, queue = (part.strip() for part in each.rpartition("="))
-            if not equals or not model or _QUEUE.fullmatch(queue) is None or queue == AGGREGATE_QUEUE:
+            if not equals or not model or QUEUE_NAME.fullmatch(queue) is None or queue == AGGREGATE_QUEUE:
                 raise UsageError(f"FLEET_ROUTES: {each!r} is no MODEL=QUEUE")
             if by_model.setdefault(model, queue) != queue:
                 raise UsageError(f"FLEET_ROUTES: {model!r} has two queues")

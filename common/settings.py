@@ -7,9 +7,10 @@ Must not know: what the settings are used for. Command-line options win: they ar
 from __future__ import annotations
 
 import os
-from typing import Any, Literal, Self, TypeVar
+import re
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import AfterValidator, Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from common.errors import UsageError
@@ -29,6 +30,20 @@ _SHORT_LEASES = "FLEET_TEST_SHORT_LEASES"
 #: Queue of the requests and of the aggregator's tasks.
 GPU_QUEUE = "gpu"
 AGGREGATE_QUEUE = "aggregate"
+
+#: What a queue may be called: it is a key in Redis and a label of metrics.
+QUEUE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def checked_queue(name: str) -> str:
+    """The name, if a queue may be called so. Raises `ValueError` with a sentence that does not quote it."""
+    if QUEUE_NAME.fullmatch(name) is None:
+        raise ValueError("must be letters, digits, '.', '_' and '-', and begin with a letter or digit")
+    return name
+
+
+#: A setting that names one queue.
+Queue = Annotated[str, AfterValidator(checked_queue), Field(json_schema_extra={"limits": "letters, digits, `._-`"})]
 
 
 class FleetSettings(BaseSettings):
@@ -105,7 +120,7 @@ class WorkerSettings(FleetSettings):
     #: Requests in flight; 0 leaves it to the engine's own rule.
     max_inflight: int = Field(default=0, ge=0)
     #: The queue that the worker consumes.
-    queue: str = GPU_QUEUE
+    queue: Queue = GPU_QUEUE
     #: The only batch that an aggregator looks after: that of a local fleet, which sets it.
     only_batch: str = ""
     #: Seconds that a stopping worker gives its running requests.
@@ -141,7 +156,7 @@ class ExporterSettings(FleetSettings):
     #: Seconds between two samples of Redis.
     exporter_interval_s: float = Field(default=5.0, ge=0.1)
     #: The queue of requests that no route names, and the default of `/scale`: that of the workers.
-    queue: str = GPU_QUEUE
+    queue: Queue = GPU_QUEUE
 
 
 Settings = TypeVar("Settings", bound=FleetSettings)

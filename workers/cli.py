@@ -15,7 +15,7 @@ import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from common.errors import BrokerUnavailableError, FleetError, UsageError
-from common.settings import AGGREGATE_QUEUE, ExporterSettings, WorkerSettings, load
+from common.settings import AGGREGATE_QUEUE, ExporterSettings, WorkerSettings, checked_queue, load
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("model", metavar="MODEL", help="what the engine serves")
     serve.add_argument("--engine", choices=("vllm", "echo"), help="default: vllm")
     serve.add_argument("--max-inflight", type=int, metavar="N", help="requests in flight; default: the engine's rule")
-    serve.add_argument("--queue", metavar="NAME", help="the queue to consume; default: gpu")
+    serve.add_argument("--queue", type=_queue, metavar="NAME", help="the queue to consume; default: gpu")
     serve.add_argument("--loglevel", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
     # As `vllm run-batch` has them; its --url is what --host was called once.
     serve.add_argument("--enable-metrics", action="store_true", help="the same as --metrics-port 8000, or --port")
@@ -60,7 +60,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     exporter.add_argument("--port", type=int, metavar="N", help="default: 9465")
     exporter.add_argument("--host", help="address; default: 127.0.0.1")
-    exporter.add_argument("--queue", action="append", default=[], metavar="NAME", help="a further queue to show")
+    exporter.add_argument(
+        "--queue", type=_queue, action="append", default=[], metavar="NAME", help="a further queue to show"
+    )
     exporter.add_argument("--loglevel", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
     flower = commands.add_parser(
         "flower",
@@ -70,6 +72,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     flower.set_defaults(loglevel="INFO")
     return parser
+
+
+def _queue(name: str) -> str:
+    """The name of a queue. Refused here and not by the settings alone, to which an empty variable is none at all."""
+    try:
+        return checked_queue(name)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(f"a queue's name {exc}") from None
 
 
 def _add_pages(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from common.errors import UsageError
-from common.settings import GPU_QUEUE, MAX_SHARD_SIZE, FleetSettings, WorkerSettings, load
+from common.settings import GPU_QUEUE, MAX_SHARD_SIZE, ExporterSettings, FleetSettings, WorkerSettings, load
 
 
 @pytest.fixture(autouse=True)
@@ -89,3 +89,22 @@ def test_a_missing_store_is_one_sentence_that_names_the_variable() -> None:
         load(FleetSettings).with_store()
 
     assert load(FleetSettings, store="file:///s").with_store().store == "file:///s"
+
+
+@pytest.mark.parametrize("kind", [WorkerSettings, ExporterSettings])
+@pytest.mark.parametrize(
+    "name", ["a secret", " ", "secret\t", "secret\n", "secret\x1b", ".secret", "fleet:secret", "a,b"]
+)
+def test_what_cannot_be_a_queue_s_name_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, kind: type[FleetSettings]
+) -> None:
+    """No route could lead there, and a worker would wait for ever."""
+    monkeypatch.setenv("FLEET_QUEUE", name)
+
+    with pytest.raises(UsageError, match=r"^FLEET_QUEUE: must be letters, digits") as caught:
+        load(kind)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_queue_has_the_name_that_a_route_may_give_it() -> None:
+    assert load(WorkerSettings, queue="gpu-Llama_3.1").queue == "gpu-Llama_3.1"
