@@ -8,6 +8,7 @@ goes on.
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 import threading
@@ -91,7 +92,7 @@ class Pages:
         try:
             self._server = Server((host, port), Handler)
         except (OSError, OverflowError) as exc:
-            raise UsageError(f"cannot show metrics on {host} port {port}: {exc}") from exc
+            raise UsageError(f"cannot show metrics on {host} port {port}: {_reason(exc)}") from exc
         self.port = self._server.server_port
         threading.Thread(target=self._server.serve_forever, name="fleet-pages", daemon=True).start()
         logger.info("metrics on http://%s:%d/metrics", f"[{host}]" if ":" in host else host, self.port)
@@ -100,6 +101,13 @@ class Pages:
         """Stop serving."""
         self._server.shutdown()
         self._server.server_close()
+
+
+def _reason(error: OSError | OverflowError) -> str:
+    """Why an address cannot be had, without Python's numbers."""
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        return "another process listens there"
+    return getattr(error, "strerror", None) or str(error)
 
 
 class _Handler(BaseHTTPRequestHandler):
