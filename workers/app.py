@@ -33,6 +33,7 @@ from workers.engine.media import ALLOWED_DOMAINS, MediaRules, domains_of
 from workers.lines import Lines, Place
 from workers.logs import configure_logging
 from workers.pool import EngineCapacity, refuse_wrong_pool
+from workers.stopping import LoggingWorker, without_warning_of_root
 from workers.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -206,6 +207,7 @@ def make_worker_app(settings: WorkerSettings) -> WorkerApp:
     signals.worker_shutdown.connect(lambda **_: leases.hand_back(), weak=False)
     fleet = FleetApp(app, settings)
     app.fleet = fleet
+    app.Worker = app.subclass_with_self(LoggingWorker)
     app.steps["worker"].add(EngineCapacity)
     tasks.register(app)
     return app
@@ -269,6 +271,7 @@ signals.task_revoked.connect(on_revoked, weak=False)
 signals.setup_logging.connect(configure_logging, weak=False)
 signals.worker_init.connect(check_worker, weak=False)
 
+without_warning_of_root()
 app = make_worker_app(load(WorkerSettings))
 # After what hands deliveries back: a collector that hangs must not hold these up.
 signals.worker_shutdown.connect(stop_tracing, weak=False)

@@ -47,6 +47,7 @@ def begun(servers: FleetServers, batch_id: str) -> dict[bytes, bytes]:
 
 def assert_one_sentence(result: Result) -> str:
     assert "Traceback" not in result.stderr
+    assert "SecurityWarning" not in result.stderr  # of Celery's, where we are root
     (said,) = (line for line in result.stderr.splitlines() if line.startswith("error: "))
     return said
 
@@ -62,7 +63,7 @@ def test_a_stopped_worker_finishes_what_runs_and_leaves_the_rest(fleet: FleetSer
 
     for _ in range(signals):
         worker.send(signal.SIGTERM)
-        wait_until(lambda: "shutdown" in worker.stderr.lower() or not worker.running, 10, "the signal arrived")
+        wait_until(lambda: "told to stop" in worker.stderr or not worker.running, 10, "the signal arrived")
     result = worker.wait(40)
 
     assert result.code == 0, result.stderr
@@ -76,6 +77,22 @@ def test_a_stopped_worker_finishes_what_runs_and_leaves_the_rest(fleet: FleetSer
     fleet.aggregator()
     fleet.worker()
     assert_completes(fleet, batch_id, lines)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_process_writes_its_log_and_nothing_else(fleet: FleetServers, number: signal.Signals) -> None:
+    """No bare lines of Celery's: neither its warning of root, where we are that, nor `Warm shutdown`."""
+    for process in (fleet.start_worker(), fleet.start("aggregate", "-m", "workers", "aggregate")):
+        wait_until(lambda each=process: " ready." in each.stderr, 30, "it takes messages")
+
+        process.send(number)
+        result = process.wait(30)
+
+        assert result.code == 0, result.stderr
+        assert b"Warm shutdown" not in result.stdout
+        events = [json.loads(line) for line in result.stderr.splitlines()]
+        assert [event["event"] for event in events].count("told to stop") == 1
+        assert not any("superuser" in event["event"] or "SecurityWarning" in event["event"] for event in events)
 
 
 def test_what_finishes_in_a_drain_is_acknowledged_then(fleet: FleetServers) -> None:
