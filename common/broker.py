@@ -111,8 +111,11 @@ def make_app(broker_url: str, *, request_queue: str = GPU_QUEUE, lease_s: float 
     return app
 
 
-def redis_client(broker_url: str, *, tries: int = 3) -> redis.Redis:
-    """A client for the fleet's own keys in the broker's database. Calls are tried `tries` times with backoff."""
+def redis_client(broker_url: str, *, tries: int = 3, timeout_s: float = 30.0) -> redis.Redis:
+    """A client for the fleet's own keys in the broker's database. Calls are tried `tries` times with backoff.
+
+    A broker that is silent for `timeout_s` counts as away.
+    """
     checked_url(broker_url)
     retry = Retry(ExponentialBackoff(cap=1.0, base=0.05), tries)
     errors: list[type[Exception]] = [redis.ConnectionError, redis.TimeoutError]
@@ -121,7 +124,7 @@ def redis_client(broker_url: str, *, tries: int = 3) -> redis.Redis:
         _redis_py_url(broker_url),
         retry=retry,
         retry_on_error=errors,
-        socket_timeout=30,
+        socket_timeout=timeout_s,
         health_check_interval=25,
         **tcp_only,
     )

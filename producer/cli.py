@@ -36,6 +36,7 @@ from common.store import open_store
 from producer import control, intake, sources
 from producer.interrupts import Interrupted, ignore_for_good, raise_interrupted
 from producer.local import made_state_folder, state_folder
+from producer.local_batches import Seen, see, see_all
 from producer.output import Destination, check_destinations, default_output
 from producer.progress import Progress, counted
 from producer.submission import (
@@ -392,7 +393,7 @@ def _stored(options: argparse.Namespace) -> tuple[ObjectStore, Ledger | None]:
     """The store and the ledger of the commands that look. Without a broker the store says what it knows."""
     settings = load(FleetSettings)
     if options.local:
-        # A local fleet lives only as long as its command: there is no broker to ask.
+        # Each batch has a broker of its own, while its command runs: see `local_batches`.
         place = settings.store or state_folder().as_uri()
         return open_store(place, create=False, s3_endpoint=settings.s3_endpoint), None
     store = open_store(settings.with_store().store, create=False, s3_endpoint=settings.s3_endpoint)
@@ -415,33 +416,34 @@ def _stored_object(store: ObjectStore, state: BatchState) -> dict[str, object]:
     )
 
 
-def _line(state: BatchState) -> str:
-    counts = state.counts
+def _line(seen: Seen) -> str:
+    state, counts = seen.state, seen.state.counts
     created = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.manifest.created_at))
-    unknown = "" if state.known else "  (not in flight here)"
+    note = seen.note and f"  ({seen.note})"
     return (
         f"{state.manifest.batch_id}  {created}  {state.status.value:<12} "
         f"{counts.completed + counts.failed}/{counts.total} done, {counts.failed} failed  "
-        f"{Path(state.manifest.input_name).name}{unknown}"
+        f"{Path(state.manifest.input_name).name}{note}"
     )
 
 
 def _status(options: argparse.Namespace, _: list[str]) -> int:
     store, ledger = _stored(options)
     if options.batch is not None:
-        state = state_of(store, ledger, read_manifest(store, layout.checked_batch_id(options.batch)))
-        print_result(dumps(_stored_object(store, state)) if options.json else _line(state))
+        manifest = read_manifest(store, layout.checked_batch_id(options.batch))
+        one = see(store, ledger, manifest, local=options.local)
+        print_result(dumps(_stored_object(store, one.state)) if options.json else _line(one))
         return EXIT_OK
-    states = [state for state in control.states(store, ledger) if state.status not in CLOSED]
+    seen = [each for each in see_all(store, ledger, local=options.local) if each.state.status not in CLOSED]
     if options.json:
-        print_result(dumps({"object": "list", "data": [_stored_object(store, state) for state in states]}))
+        print_result(dumps({"object": "list", "data": [_stored_object(store, each.state) for each in seen]}))
         return EXIT_OK
-    if not states:
+    if not seen:
         _say(f"no open batch in {store.uri}")
-    for state in states:
-        print_result(_line(state))
+    for each in seen:
+        print_result(_line(each))
     if ledger is not None:
-        for line in _queue_lines(ledger, Routes.parse(load(FleetSettings).routes), [state.run for state in states]):
+        for line in _queue_lines(ledger, Routes.parse(load(FleetSettings).routes), [each.state.run for each in seen]):
             print_result(line)
     for worker in ledger.workers() if ledger is not None else ():
         if not worker.engine:
@@ -473,8 +475,8 @@ def _queue_lines(ledger: Ledger, routes: Routes, runs: Sequence[Run]) -> Iterato
 def _list(options: argparse.Namespace, _: list[str]) -> int:
     store, ledger = _stored(options)
     empty = True
-    for state in control.states(store, ledger):
-        print_result(dumps(_stored_object(store, state)) if options.json else _line(state))
+    for each in see_all(store, ledger, local=options.local):
+        print_result(dumps(_stored_object(store, each.state)) if options.json else _line(each))
         empty = False
     if empty and not options.json:
         _say(f"no batch in {store.uri}")
@@ -487,11 +489,12 @@ def _fetch(options: argparse.Namespace, _: list[str]) -> int:
     run = newest_run(store, manifest)
     endpoint = load(FleetSettings).s3_endpoint
     if not _put_down(store, run, options.output, options.errors, endpoint, streams=True):
-        _say(_line(state_of(store, ledger, manifest)), "error: the batch is still open; its rows are not complete")
+        still = see(store, ledger, manifest, local=options.local)
+        _say(_line(still), "error: the batch is still open; its rows are not complete")
         return EXIT_ERROR
-    state = state_of(store, ledger, manifest)
-    _say(_line(state))
-    return exit_code(state)
+    closed = see(store, ledger, manifest, local=options.local)
+    _say(_line(closed))
+    return exit_code(closed.state)
 
 
 def _put_down(

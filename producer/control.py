@@ -47,7 +47,6 @@ from common.runs import (
     sealed_shards,
     start_purge,
     start_run,
-    state_of,
     state_of_run,
     write_end,
     write_ending,
@@ -504,13 +503,6 @@ def manifests(store: ObjectStore) -> Iterator[Manifest]:
         except NoSuchBatchError:
             continue  # a submit that did not get to its manifest: no batch
     yield from sorted(found, key=lambda manifest: (manifest.created_at, manifest.batch_id), reverse=True)
-
-
-def states(store: ObjectStore, ledger: Ledger | None) -> Iterator[BatchState]:
-    """Where all batches of the store stand, newest first."""
-    for manifest in manifests(store):
-        with contextlib.suppress(NoSuchBatchError):  # it is being purged
-            yield state_of(store, ledger, manifest)
 
 
 def purge(store: ObjectStore, older_than_s: float, *, dry_run: bool = False) -> Iterator[str]:

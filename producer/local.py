@@ -55,6 +55,10 @@ BROKER_STOP_S = 10.0
 #: Workers that are replaced, for each one that was asked for. One request that kills its workers is given up before.
 MAX_RESTARTS = 8
 
+#: Seconds for which a lock that is held is asked for again: whoever looks at the batch holds it for a moment.
+LOCK_S = 0.5
+
+_LOCK = "lock"
 _SOCKET = "broker.sock"
 #: `sun_path` has 108 bytes on Linux and 104 elsewhere, with a zero at its end.
 _MAX_SOCKET_PATH_BYTES = 100
@@ -82,6 +86,40 @@ def made_state_folder() -> Path:
     except OSError as exc:
         raise UsageError(f"the state folder {folder} cannot be used: {exc.strerror}") from None
     return folder
+
+
+def local_folder(batch_id: str) -> Path:
+    """Where the local fleet of a batch keeps its lock, its broker's file and its logs."""
+    return state_folder() / "local" / batch_id
+
+
+def running_broker(batch_id: str) -> str | None:
+    """The URL of the broker of the batch's local fleet; None while no producer runs the batch on this machine.
+
+    The URL is empty until the fleet has got that far. Nothing is started, and nothing is left locked.
+    """
+    try:
+        descriptor = os.open(local_folder(batch_id) / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        # Shared: of two that look at once neither takes the other for a producer.
+        if _is_locked(descriptor, fcntl.LOCK_SH):
+            return os.pread(descriptor, 4096, 0).decode()
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def _is_locked(descriptor: int, how: int) -> bool:
+    """Whether somebody else holds the lock; if not, it is held as `how` says until the descriptor is closed."""
+    try:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+    except OSError as exc:
+        if exc.errno in (errno.EAGAIN, errno.EACCES):
+            return True
+        raise
+    return False
 
 
 def find_broker() -> str:
@@ -113,7 +151,7 @@ class LocalFleet:
         taken_up: bool = False,
     ) -> None:
         """`taken_up`: the batch was there before; else it is made for this fleet."""
-        self._folder = state_folder() / "local" / batch_id
+        self._folder = local_folder(batch_id)
         self._batch_id = batch_id
         self._store_uri = store_uri
         self._model = model
@@ -237,15 +275,19 @@ class LocalFleet:
 
     def _lock(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = os.open(self._folder / "lock", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(self._folder / _LOCK, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._cleanup.callback(os.close, descriptor)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as exc:
-            if exc.errno in (errno.EAGAIN, errno.EACCES):
-                raise UsageError(f"another producer is running {self._batch_id} on this machine") from None
-            raise
+        deadline = time.monotonic() + LOCK_S
+        while _is_locked(descriptor, fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                raise UsageError(f"another producer is running {self._batch_id} on this machine")
+            time.sleep(0.02)
+        os.ftruncate(descriptor, 0)  # the broker of one that was killed
         self._locked = True
+
+    def _tell_broker(self) -> None:
+        """Write into the lock where the broker is, for `running_broker`: its socket may lie in a temporary folder."""
+        (self._folder / _LOCK).write_text(self.broker_url)
 
     def _socket(self) -> Path:
         """Where the broker listens: in the batch's folder, or in a temporary one where that path is too long."""
@@ -296,6 +338,7 @@ class LocalFleet:
                 time.sleep(0.02)
             else:
                 break
+        self._tell_broker()
         # Messages of a fleet that is gone: nobody will acknowledge them, and what they stood for is sent again.
         client.delete(GPU_QUEUE, AGGREGATE_QUEUE, "unacked", "unacked_index", "unacked_mutex")
         Ledger(client).forget_all_workers()

@@ -17,6 +17,7 @@ from common.routes import Routes
 from common.runs import newest_run, read_end, read_manifest, start_purge, start_run, state_of, write_end
 from common.store import LocalStore
 from producer import control, intake
+from producer.local_batches import see_all
 from producer.output import Destination
 from tests.invariants import assert_complete, chat_line, chat_lines, rows_of
 from tests.servers import BrokerServer, FleetServers, Workplace, wait_until
@@ -374,7 +375,7 @@ def test_a_batch_that_is_being_purged_is_not_run_again(closed: tuple[LocalStore,
         start_run(store, run, [1])
     with pytest.raises(NoSuchBatchError, match="purged"):
         newest_run(store, run.manifest)
-    assert list(control.states(store, None)) == []
+    assert list(see_all(store, None, local=False)) == []
 
     assert list(purge) == []
     with pytest.raises(NoSuchBatchError, match="removed"):

@@ -1,7 +1,9 @@
-"""The temporary folder of a local broker's socket: a signal at the worst moment leaves none behind."""
+"""The folders of a local fleet: a signal leaves no temporary one behind, and a look at its lock disturbs nobody."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import signal
 import tempfile
 from typing import TYPE_CHECKING, Any
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from common.errors import UsageError
+from producer import local
 from producer.interrupts import Interrupted, raise_interrupted
 from producer.local import LocalFleet
 
@@ -55,3 +58,36 @@ def test_a_temporary_folder_that_is_too_long_for_a_socket_is_refused(
         pytest.fail("it started")
 
     assert not list(temporary.iterdir())
+
+
+BATCH = "batch_" + "0" * 24
+
+
+def test_a_look_at_a_batch_is_taken_for_no_producer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock that a look holds for a moment is waited for."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    fleet = LocalFleet(BATCH, store_uri="file:///s", model="m", engine="echo", workers=1, engine_args=[])
+    path = local.local_folder(BATCH) / "lock"
+    path.parent.mkdir(parents=True)
+    looking = os.open(path, os.O_RDONLY | os.O_CREAT)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    monkeypatch.setattr("producer.local.time.sleep", lambda _: os.close(looking))
+
+    fleet._lock()
+
+    assert local.running_broker(BATCH) == ""
+    fleet.stop()
+    assert local.running_broker(BATCH) is None
+
+
+def test_two_looks_take_neither_for_a_producer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert local.running_broker(BATCH) is None
+    path = local.local_folder(BATCH) / "lock"
+    path.parent.mkdir(parents=True)
+    path.write_text("redis+socket:///of/one/that/was/killed")
+
+    with path.open() as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+
+        assert local.running_broker(BATCH) is None
