@@ -36,7 +36,7 @@ from common.store import open_store
 from producer import control, intake, sources
 from producer.interrupts import Interrupted, ignore_for_good, raise_interrupted
 from producer.local import made_state_folder, state_folder
-from producer.local_batches import Seen, see, see_all
+from producer.local_batches import Seen, end_unattended, see, see_all
 from producer.output import Destination, check_destinations, default_output
 from producer.progress import Progress, counted
 from producer.submission import (
@@ -53,7 +53,7 @@ from producer.submission import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from common.batch import Run
+    from common.batch import Manifest, Run
     from common.store import ObjectStore
 
 
@@ -571,13 +571,28 @@ def _cancel(options: argparse.Namespace, _: list[str]) -> int:
     if closed or status is not BatchStatus.CANCELLED:
         _say(f"{manifest.batch_id} is {status.value} already")
     elif options.local:
-        _say(
-            f"{manifest.batch_id} ends as cancelled within seconds if its command runs, else when that runs again; "
-            "finished rows are kept"
-        )
+        _say(_end_local(store, manifest))
     else:
         _say(f"{manifest.batch_id} is being cancelled; finished rows are kept")
     return EXIT_OK
+
+
+def _end_local(store: ObjectStore, manifest: Manifest) -> str:
+    """See to it that a cancelled batch of local mode ends; what is said of that."""
+    later = "ends as cancelled within seconds if its command runs, else when that runs again; finished rows are kept"
+    try:
+        if end_unattended(load(FleetSettings), store, manifest):
+            return (
+                f"{manifest.batch_id} was not running and is cancelled now; finished rows are kept, get them with\n"
+                f"  producer fetch --local {manifest.batch_id} -o OUT"
+            )
+    except (FleetError, redis.RedisError) as exc:
+        # The wish is stored all the same.
+        return f"{manifest.batch_id} could not be ended here ({exc}); it {later}"
+    except Interrupted:
+        _say(f"{manifest.batch_id} {later}")
+        raise
+    return f"{manifest.batch_id} {later}"
 
 
 def _purge(options: argparse.Namespace, _: list[str]) -> int:

@@ -59,6 +59,7 @@ MAX_RESTARTS = 8
 LOCK_S = 0.5
 
 _LOCK = "lock"
+_DATA = "broker"
 _SOCKET = "broker.sock"
 #: `sun_path` has 108 bytes on Linux and 104 elsewhere, with a zero at its end.
 _MAX_SOCKET_PATH_BYTES = 100
@@ -91,6 +92,11 @@ def made_state_folder() -> Path:
 def local_folder(batch_id: str) -> Path:
     """Where the local fleet of a batch keeps its lock, its broker's file and its logs."""
     return state_folder() / "local" / batch_id
+
+
+def has_broker_file(batch_id: str) -> bool:
+    """Whether a broker of the batch has run on this machine: rows that are not stored are in its file."""
+    return (local_folder(batch_id) / _DATA).is_dir()
 
 
 def running_broker(batch_id: str) -> str | None:
@@ -150,7 +156,7 @@ class LocalFleet:
         engine_args: Sequence[str],
         taken_up: bool = False,
     ) -> None:
-        """`taken_up`: the batch was there before; else it is made for this fleet."""
+        """`taken_up`: the batch was there before; else it is made for this fleet. Without workers nothing is run."""
         self._folder = local_folder(batch_id)
         self._batch_id = batch_id
         self._store_uri = store_uri
@@ -304,7 +310,7 @@ class LocalFleet:
         return socket
 
     def _start_broker(self, socket: Path) -> None:
-        data = self._folder / "broker"
+        data = self._folder / _DATA
         data.mkdir(exist_ok=True)
         options = {
             "port": "0",

@@ -1,6 +1,7 @@
-"""A local batch as seen from outside its command: where it stands while another producer runs it, or nobody.
+"""A local batch from outside its command: where it stands while another producer runs it, or nobody; its early end.
 
-Owns: the look at another producer's local fleet. Must not know: the command line.
+Owns: the look at another producer's local fleet, and the end of a batch that nobody runs. Must not know: the command
+line.
 On failure: a broker that is starting, silent or gone costs a moment; then the store tells what it knows, and a note
 says that this is not all. Nothing is started for a look.
 """
@@ -8,6 +9,7 @@ says that this is not all. Nothing is started for a look.
 from __future__ import annotations
 
 import contextlib
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,18 +19,21 @@ from common import broker
 from common.batch import CLOSED
 from common.errors import NoSuchBatchError
 from common.ledger import Ledger
-from common.runs import BatchState, state_of
+from common.runs import BatchState, newest_run, read_end, state_of
 from producer import control
-from producer.local import running_broker
+from producer.local import LocalFleet, has_broker_file, running_broker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from common.batch import Manifest
+    from common.settings import FleetSettings
     from common.store import ObjectStore
 
 #: Seconds that a local broker has to answer.
 ANSWER_S = 2.0
+#: Seconds between two looks whether a batch that is ended here has closed.
+END_POLL_S = 0.05
 
 _NOT_HERE = "not in flight here"
 _NOT_RUNNING = "not running; the same command goes on with it"
@@ -76,3 +81,27 @@ def _by_broker(store: ObjectStore, url: str, manifest: Manifest) -> BatchState:
         return state_of(store, None, manifest)
     finally:
         client.close()
+
+
+def end_unattended(settings: FleetSettings, store: ObjectStore, manifest: Manifest) -> bool:
+    """End a cancelled batch of local mode that nobody runs: in a local fleet of its own, without workers.
+
+    So the rows that are in its broker's file alone are kept. False, with nothing done, while a producer runs the batch,
+    and where that file is not on this machine: the batch ran on another one, which has rows that are not stored. Raises
+    what a local fleet raises; the wish that the batch ends stays then.
+    """
+    batch_id = manifest.batch_id
+    if not manifest.local or running_broker(batch_id) is not None or not has_broker_file(batch_id):
+        return False
+    fleet = LocalFleet(
+        batch_id, store_uri=store.uri, model="", engine="echo", workers=0, engine_args=[], taken_up=True
+    )  # fmt: skip
+    with fleet:
+        run = newest_run(store, manifest)
+        here = settings.model_copy(update={"broker_url": fleet.broker_url, "routes": ""})
+        control.start(control.Fleet.connect(here, store), run)
+        while read_end(store, batch_id, run.number) is None:
+            fleet.check()
+            time.sleep(END_POLL_S)
+    fleet.clear_up(store)
+    return True

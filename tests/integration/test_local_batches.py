@@ -1,4 +1,4 @@
-"""Local batches as a second terminal sees them: their progress while they run, and that nobody runs them."""
+"""Local batches as a second terminal sees them: their progress while they run, and their end when nobody does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.conftest import CASES
-from tests.invariants import chat_line, chat_lines
+from tests.invariants import chat_line, chat_lines, rows_of
 from tests.servers import MODEL, wait_until
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ LINES = [*chat_lines(9), chat_line("slow", "x", echo={"latency_s": 300})]
 @contextmanager
 def running(workplace: Workplace, **environment: str) -> Iterator[tuple[Process, str]]:
     """A submit whose quick requests are done, and its batch's id."""
-    path = workplace.write("in.jsonl", LINES)
-    process = workplace.start_producer("submit", str(path), *ECHO, **environment)
+    workplace.write("in.jsonl", LINES)
+    process = workplace.start_producer("submit", "in.jsonl", *ECHO, **environment)
     try:
         wait_until(lambda: "requests in" in process.stderr or not process.running, 30, "the batch is durable")
         yield process, process.stderr.partition(":")[0]
@@ -137,3 +137,74 @@ def test_a_socket_that_nobody_listens_on_is_no_absence(workplace: Workplace) -> 
 
         assert line.endswith("(running; its broker does not tell yet what is not stored)")
         process.wait(30)
+
+
+def interrupted(workplace: Workplace, number: signal.Signals = signal.SIGINT) -> str:
+    """The id of a batch whose quick requests are done, and that nobody runs any more."""
+    with running(workplace) as (process, batch_id):
+        wait_until(lambda: done(workplace, batch_id) == 9, 30, "the quick ones are done")
+        process.send(number)
+        process.wait(30)
+    wait_until(lambda: not workplace.alive(), 30, "everything has ended")
+    return batch_id
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_batch_that_nobody_runs_is_cancelled_at_once(workplace: Workplace, number: signal.Signals) -> None:
+    """Rows that are in the broker's file alone are kept."""
+    batch_id = interrupted(workplace, number)
+    for folder in workplace.temp.glob("fleet-*"):
+        shutil.rmtree(folder)  # nobody is left to remove it
+
+    result = workplace.producer("cancel", batch_id, "--local")
+
+    assert result.code == 0, result.stderr
+    assert f"{batch_id} was not running and is cancelled now" in result.stderr
+    workplace.assert_nothing_left()
+    assert not list(workplace.state.glob("batch-fleet/local/*"))
+    (line,) = look(workplace, "list").splitlines()
+    assert "cancelled    10/10 done, 1 failed" in line
+    assert workplace.producer("fetch", batch_id, "--local", "-o", "out.jsonl").code == 4
+    rows = rows_of((workplace.folder / "out.jsonl").read_bytes())
+    assert [row["error"] and row["error"]["code"] for row in rows] == [None] * 9 + ["cancelled"]
+
+
+def test_a_batch_that_runs_is_left_to_its_command(workplace: Workplace) -> None:
+    with running(workplace) as (process, batch_id):
+        wait_until(lambda: done(workplace, batch_id) == 9, 30, "the quick ones are done")
+
+        result = workplace.producer("cancel", batch_id, "--local")
+
+        assert result.code == 0
+        assert "within seconds if its command runs" in result.stderr
+        assert process.wait(30).code == 4
+    assert "9 ok, 1 failed" in process.stderr
+
+
+def test_a_batch_whose_broker_s_file_is_elsewhere_is_not_ended_here(workplace: Workplace) -> None:
+    """On the machine where it ran, in a store that both share, are rows that this one does not know."""
+    batch_id = interrupted(workplace)
+    elsewhere = {"FLEET_STORE": str(workplace.state / "batch-fleet"), "XDG_STATE_HOME": str(workplace.folder / "s2")}
+
+    result = workplace.producer("cancel", batch_id, "--local", **elsewhere)
+
+    assert "when that runs again" in result.stderr
+    assert NOT_RUNNING in look(workplace, "status")
+    assert "is cancelled now" in workplace.producer("cancel", batch_id, "--local").stderr
+    assert "10/10 done, 1 failed" in look(workplace, "list")
+
+
+def test_a_batch_that_cannot_be_ended_keeps_the_wish(workplace: Workplace) -> None:
+    batch_id = interrupted(workplace)
+    server = workplace.folder / "valkey-server"
+    server.write_text("#!/bin/sh\nexit 1\n")
+    server.chmod(0o755)
+
+    result = workplace.producer("cancel", batch_id, "--local", PATH=f"{workplace.folder}:{os.environ['PATH']}")
+
+    assert result.code == 0
+    assert "could not be ended here (broker died" in result.stderr
+    again = workplace.producer("submit", "in.jsonl", *ECHO)
+    assert again.code == 4, again.stderr
+    assert "9 ok, 1 failed" in again.stderr
+    assert f"producer resume --local … {batch_id}" in again.stderr
