@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 import redis
 from pydantic_core import from_json
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from common.batch import Manifest, Run
     from common.runs import BatchState
     from common.store import ObjectStore
+
+#: The engines that a local fleet may run.
+ENGINES: tuple[str, ...] = get_args(WorkerSettings.model_fields["engine"].annotation)
 
 #: A request line: as text, as bytes, or as the object that it is.
 Line = str | bytes | dict[str, Any]
@@ -75,6 +78,8 @@ def submit(
     if expires_s is not None and (not isinstance(expires_s, int) or expires_s < 1):
         raise UsageError(f"expires_s={expires_s!r} must be a positive number of seconds")
     _limit(fail_after, 1)
+    if engine not in ENGINES:
+        raise UsageError(f"engine={engine!r} is none: there are {' and '.join(ENGINES)}")
     store = open_store(chosen.store, s3_endpoint=chosen.s3_endpoint)
     limits = load(ProducerSettings)
     depends_on = [engine, model or "", *words] if local else []
@@ -270,8 +275,23 @@ class Batch:
     def _end_local(self, reason: FleetError | None = None) -> None:
         if self._local is None or self._ended is None or not self._ended.alive:
             return
+        refused = reason or self._refusal()
         self._ended()
-        self._local.clear_up(self._store, reason)
+        self._local.clear_up(self._store, refused)
+
+    def _refusal(self) -> FleetError | None:
+        """Why the local fleet's set-up cannot work, where it has said so and nobody has asked yet."""
+        assert self._local is not None
+        assert self._fleet is not None
+        try:
+            counts = self._state().counts
+            if not counts.completed + counts.failed:  # where rows are there, the same submit goes on with them
+                self._local.look(self._fleet.ledger)
+        except UsageError as exc:
+            return exc
+        except (FleetError, redis.RedisError):
+            pass  # a death, or an outage: neither may keep the fleet from ending
+        return None
 
 
 class _Silent:

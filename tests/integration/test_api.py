@@ -242,6 +242,36 @@ def test_a_local_worker_that_cannot_start_leaves_no_batch(alone: Workplace) -> N
             batch.status()
 
 
+def test_a_local_worker_that_cannot_start_leaves_no_batch_that_is_closed_unasked(alone: Workplace) -> None:
+    with submit(chat_lines(3), local=True, model="m", engine="echo", engine_args=["--no-such-flag"]):
+        # The broker, the aggregator and we: the worker has ended.
+        wait_until(lambda: len(alone.alive()) <= 3, 30, "the worker has refused its flags")
+
+    assert kept(alone) == []
+
+
+def test_an_engine_that_there_is_not_is_refused_before_anything_is_done(alone: Workplace) -> None:
+    with pytest.raises(UsageError, match="'bogus' is none: there are vllm and echo"):
+        submit(chat_lines(3), local=True, model="m", engine="bogus")
+
+    assert kept(alone) == []
+
+
+def test_a_local_batch_that_was_taken_up_outlives_a_worker_that_cannot_start(alone: Workplace) -> None:
+    """It was there before: closing it leaves it for the same submit."""
+    lines = [*chat_lines(3), chat_line("slow", "x", echo={"latency_s": 300})]
+    with submit(lines, local=True, model="m", engine="echo", engine_args=["--no-such-flag"]) as batch:
+        pass  # closed before anything was refused
+
+    before = kept(alone)
+    with submit(lines, local=True, model="m", engine="echo", engine_args=["--no-such-flag"]) as again:
+        assert again.id == batch.id
+        wait_until(lambda: len(alone.alive()) <= 3, 30, "the worker has refused its flags")
+
+    assert kept(alone) == before
+    assert len(before) == 2
+
+
 def test_a_local_fleet_that_cannot_start_leaves_no_folder(alone: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("producer.local.find_broker", refuse)
 
