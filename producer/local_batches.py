@@ -21,6 +21,7 @@ from common.errors import NoSuchBatchError
 from common.ledger import Ledger
 from common.runs import BatchState, newest_run, read_end, state_of
 from producer import control
+from producer.interrupts import raise_lost
 from producer.local import LocalFleet, has_broker_file, running_broker
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ def end_unattended(settings: FleetSettings, store: ObjectStore, manifest: Manife
         here = settings.model_copy(update={"broker_url": fleet.broker_url, "routes": ""})
         control.start(control.Fleet.connect(here, store), run)
         while read_end(store, batch_id, run.number) is None:
+            raise_lost()
             fleet.check()
             time.sleep(END_POLL_S)
     fleet.clear_up(store)
