@@ -57,7 +57,7 @@ def test_a_stopped_worker_finishes_what_runs_and_leaves_the_rest(fleet: FleetSer
     """C04. It takes no more than it may run at once; a second SIGTERM changes nothing."""
     lines = chat_lines(20, echo={"latency_s": 6.0})
     batch_id = detach(fleet, lines)
-    worker = fleet.start_worker("--max-inflight", str(INFLIGHT))
+    worker = fleet.start_worker("--max-inflight", str(INFLIGHT), FLEET_DRAIN_S="30")
     wait_until(lambda: len(begun(fleet, batch_id)) == INFLIGHT, 30, "the worker runs what it may")
     assert (fleet.taken(), fleet.waiting()) == (INFLIGHT, 20 - INFLIGHT)
 
