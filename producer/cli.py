@@ -232,11 +232,11 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         options.parser.error(_unrecognized(options.command, rest))
     if flags and options.command not in _RUNS:
         options.parser.error("only submit, resume and retry take engine flags after --")
-    raise_interrupted()
-    if options.command in _RUNS:
-        tracing.start()
     code: int | None = None
     try:
+        raise_interrupted()
+        if options.command in _RUNS:
+            tracing.start()
         code = _run(options, flags)
         ignore_for_good()
     except Interrupted as exc:  # in the last moment
@@ -248,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def _unrecognized(command: str, rest: Sequence[str]) -> str:
     """What is said of arguments that the command does not know, which may be the engine's."""
-    said = f"unrecognized arguments: {' '.join(map(sources.shown, rest))}"
+    said = f"unrecognized arguments: {' '.join(map(_without_secret, rest))}"
     first = next((each.partition("=")[0] for each in rest if each.startswith("-")), None)
     if first is None or command not in _RUNS:
         return said
@@ -257,6 +257,12 @@ def _unrecognized(command: str, rest: Sequence[str]) -> str:
         f"{said}\nThe engine's own flags go after --, with --local: "
         f"producer {command} {what} --local --model M -- {first} ..."
     )
+
+
+def _without_secret(word: str) -> str:
+    """An argument for people; a URL in it, also behind a `=`, without login and query."""
+    name, equals, value = word.partition("=")
+    return name + equals + sources.shown(value) if word.startswith("-") and equals else sources.shown(word)
 
 
 def _run(options: argparse.Namespace, flags: list[str]) -> int:  # noqa: PLR0911 - one per kind of end
@@ -501,9 +507,11 @@ def _put_down(
     store: ObjectStore, run: Run, output: str, errors: str | None, s3_endpoint: str, *, streams: bool = False
 ) -> bool:
     """Copy a closed run's rows to where they are wanted; False, with nothing touched, while it is open."""
-    for stored in (layout.output(run.batch_id, run.number), layout.errors(run.batch_id, run.number)):
-        place = store.local_path(stored) or f"{store.uri}/{stored}"
+    stored = (layout.output(run.batch_id, run.number), layout.errors(run.batch_id, run.number))
+    for place in (store.local_path(name) or f"{store.uri}/{name}" for name in stored):
         check_destinations(place, output, errors, streams=streams, s3_endpoint=s3_endpoint)
+    if os.path.isfile(source := run.manifest.input_name):  # a name may be none of a file, as of what came from Python
+        check_destinations(source, output, errors, streams=streams, s3_endpoint=s3_endpoint)
     # The file that is there may be the only other copy: it stays until the new one is whole.
     with contextlib.closing(Destination(output, errors, replace=True, s3_endpoint=s3_endpoint)) as destination:
         if control.fetch(store, run, destination) is None:
@@ -562,15 +570,15 @@ def _closed_already(
 def _cancel(options: argparse.Namespace, _: list[str]) -> int:
     store, _ledger = _stored(options)
     manifest = read_manifest(store, layout.checked_batch_id(options.batch))
-    fleet = None
-    if not options.local:
+    fleet, local = None, options.local or manifest.local
+    if not local:
         with contextlib.suppress(BrokerUnavailableError):
             fleet = control.Fleet.connect(load(FleetSettings), store)
     closed = state_of(store, None, manifest).closed_at is not None  # before: a fleet at hand ends it within moments
     status = control.cancel(store, fleet, manifest)
     if closed or status is not BatchStatus.CANCELLED:
         _say(f"{manifest.batch_id} is {status.value} already")
-    elif options.local:
+    elif manifest.local:
         _say(_end_local(store, manifest))
     else:
         _say(f"{manifest.batch_id} is being cancelled; finished rows are kept")
@@ -586,9 +594,10 @@ def _end_local(store: ObjectStore, manifest: Manifest) -> str:
                 f"{manifest.batch_id} was not running and is cancelled now; finished rows are kept, get them with\n"
                 f"  producer fetch --local {manifest.batch_id} -o OUT"
             )
-    except (FleetError, redis.RedisError) as exc:
+    except (FleetError, redis.RedisError, OSError) as exc:
         # The wish is stored all the same.
-        return f"{manifest.batch_id} could not be ended here ({exc}); it {later}"
+        reason = str(exc) if isinstance(exc, FleetError) else getattr(exc, "strerror", None) or type(exc).__name__
+        return f"{manifest.batch_id} could not be ended here ({reason}); it {later}"
     except Interrupted:
         _say(f"{manifest.batch_id} {later}")
         raise

@@ -58,7 +58,10 @@ def see(store: ObjectStore, ledger: Ledger | None, manifest: Manifest, *, local:
         state = state_of(store, ledger, manifest)
         return Seen(state, "" if state.known else _NOT_HERE)
     # Before the store: a fleet that ends in between has closed the batch by then, or left it.
-    url = running_broker(manifest.batch_id)
+    try:
+        url = running_broker(manifest.batch_id)
+    except OSError:
+        url = ""  # another user's
     state = _by_broker(store, url, manifest) if url else state_of(store, None, manifest)
     if state.known or state.status in CLOSED:
         return Seen(state)

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from common.batch import BatchStatus
+from common.store import LocalStore
+from producer import local_batches
 from tests.conftest import CASES
 from tests.invariants import chat_line, chat_lines, rows_of
 from tests.servers import MODEL, wait_until
@@ -58,7 +61,7 @@ def done(workplace: Workplace, batch_id: str, **environment: str) -> int:
 
 
 def broker_of(workplace: Workplace) -> psutil.Process:
-    (found,) = (each for each in workplace.alive() if "valkey" in each.name() or "redis" in each.name())
+    (found,) = workplace.alive("valkey", "redis")
     return found
 
 
@@ -208,3 +211,37 @@ def test_a_batch_that_cannot_be_ended_keeps_the_wish(workplace: Workplace) -> No
     assert again.code == 4, again.stderr
     assert "9 ok, 1 failed" in again.stderr
     assert f"producer resume --local … {batch_id}" in again.stderr
+
+
+def test_a_local_batch_in_a_fleets_store_is_cancelled_without_saying_local(workplace: Workplace) -> None:
+    """No watchdog of the fleet would end it, and its finished rows are in its own broker's file."""
+    there = {"FLEET_STORE": (workplace.folder / "shared").as_uri()}
+    with running(workplace, **there) as (process, batch_id):
+        wait_until(lambda: done(workplace, batch_id, **there) == 9, 30, "the quick ones are done")
+        process.send(signal.SIGINT)
+        assert process.wait(30).code == 130
+
+    result = workplace.producer("cancel", batch_id, **there)
+
+    assert result.code == 0
+    assert f"{batch_id} was not running and is cancelled now" in result.stderr
+    (line,) = look(workplace, "list", **there).splitlines()
+    assert "cancelled    10/10 done, 1 failed" in line
+
+
+def test_a_local_fleet_of_another_user_is_no_reason_to_list_nothing(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(_: str) -> str | None:
+        raise PermissionError(13, "Permission denied")
+
+    with running(workplace) as (process, _):
+        process.send(signal.SIGINT)
+        process.wait(30)
+    store = LocalStore(workplace.state / "batch-fleet")
+    monkeypatch.setattr(local_batches, "running_broker", refused)
+
+    (seen,) = local_batches.see_all(store, None, local=True)
+
+    assert seen.state.status is BatchStatus.IN_PROGRESS
+    assert seen.note

@@ -19,7 +19,7 @@ from common.store import LocalStore
 from producer import control, intake
 from producer.local_batches import see_all
 from producer.output import Destination
-from tests.invariants import assert_complete, chat_line, chat_lines, rows_of
+from tests.invariants import assert_complete, chat_line, chat_lines, input_lines, rows_of
 from tests.servers import BrokerServer, FleetServers, Workplace, wait_until
 from workers.aggregate import Aggregator
 
@@ -165,6 +165,12 @@ def test_resuming_a_cancelled_batch_runs_exactly_what_was_cancelled(fleet: Fleet
     assert late.read_bytes() == output.read_bytes()
     assert json.loads(again.stdout)["output_file_id"] == str(late)
     assert "is completed already" in fleet.producer("cancel", batch_id).stderr
+    # Their input is the only file that is nowhere else.
+    for command in ("resume", "retry", "fetch"):
+        refused = fleet.producer(command, batch_id, "-o", str(path))
+        assert refused.code == 2
+        assert "is the input" in refused.stderr
+    assert input_lines(path) == MIXED
     assert newest_run(fleet.store, read_manifest(fleet.store, batch_id)).number == 2
 
 

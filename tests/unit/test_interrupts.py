@@ -159,6 +159,21 @@ def test_a_signal_after_the_end_does_not_change_the_exit_code(tmp_path: Path, nu
     assert ended.returncode == 0, ended.stderr
 
 
+EARLY = """
+import os
+from common import tracing
+from producer.cli import main
+tracing.start = lambda: os.kill(os.getpid(), 15)
+main(["submit", "in.jsonl"])
+"""
+
+
+def test_a_signal_while_tracing_starts_is_no_traceback() -> None:
+    ended = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, timeout=60, check=False)
+
+    assert (ended.returncode, ended.stderr) == (143, b"")
+
+
 #: Waits for a signal, and says the way back to a terminal that is no more.
 HANGS_UP = """
 import sys, time

@@ -58,6 +58,7 @@ def test_what_no_engine_would_take_is_only_called_unrecognized(capsys: pytest.Ca
     flags = refusal(capsys, "check", "in.jsonl", "--", "--max-model-len", "100")
 
     assert second.endswith("unrecognized arguments: https://host/in.jsonl\n")
+    assert "secret" not in refusal(capsys, "submit", "in.jsonl", "--outptu=https://user:secret@host/o?sig=secret")
     assert other.startswith("usage: producer fetch ")
     assert other.endswith("unrecognized arguments: --max-model-len 100\n")
     assert flags.startswith("usage: producer check ")
