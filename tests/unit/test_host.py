@@ -13,7 +13,7 @@ import pytest
 
 from common.ledger import Address, Begun, Recorded, Verdict
 from workers.engine import Reply, Request
-from workers.engine.host import Delivery, EngineHost, _InHand
+from workers.engine.host import Delivery, EngineHost, _InHand, _whatever_comes
 from workers.engine.observer import Unobserved
 
 if TYPE_CHECKING:
@@ -146,3 +146,37 @@ def test_a_run_that_waits_for_its_next_shards_is_not_forgotten_while_another_fil
         host.loop.run_until_complete(host._tell_idle(1.0))
 
     assert told.backlog == [True]
+
+
+def test_what_a_cancelled_request_must_do_is_done_though_it_is_cancelled_again() -> None:
+    """Its mark is taken back: else whoever runs it next would take this worker for one that it killed."""
+    done: list[str] = []
+
+    async def cancelled_twice() -> None:
+        begun, may_end = asyncio.Event(), asyncio.Event()
+
+        async def release() -> None:
+            begun.set()
+            await may_end.wait()
+            done.append("released")
+
+        async def request() -> None:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                await _whatever_comes(release())
+                raise
+
+        task = asyncio.create_task(request())
+        await asyncio.sleep(0)
+        task.cancel()
+        await begun.wait()
+        task.cancel()
+        await asyncio.sleep(0)
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled_twice())
+
+    assert done == ["released"]

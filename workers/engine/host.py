@@ -25,6 +25,7 @@ One delivery on the host:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -112,6 +113,17 @@ def _is_cancelled() -> bool:
 
 #: The delivery that the current coroutine runs; set by the pool.
 current_delivery: ContextVar[Delivery] = ContextVar("fleet_delivery")
+
+
+async def _whatever_comes(work: Coroutine[Any, Any, None]) -> None:
+    """Wait for what must be done although we are cancelled, and may be again.
+
+    Celery and the pool each cancel what a cold shutdown finds running; the second time a mark would not be taken back.
+    """
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.shield(task)
 
 
 class EngineHost:
@@ -407,7 +419,7 @@ class EngineHost:
                 self.observer.handed_back()
                 if not self.dead:
                     # Handed back, which is no strike. A dead engine's marks stay: what it ran may have killed it.
-                    await self._in_thread(self._ledger.release, at, mark)
+                    await _whatever_comes(self._in_thread(self._ledger.release, at, mark))
                 raise
         finally:
             del self._in_hand[key]
